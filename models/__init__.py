@@ -1,0 +1,1 @@
+"""The networks: their layers, the parser of model YAMLs, and what differs by family."""

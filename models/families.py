@@ -1,0 +1,143 @@
+"""What differs from one family of detectors to another: one record each, of values and plain functions.
+
+The training loop and the validation ask the record and know nothing else about a family.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.yolo import DetectionModel, load_state
+from utils.boxes import non_max_suppression
+from utils.config import Hyp
+from utils.errors import UserError
+from utils.loss import DetectionLoss
+from utils.torch_utils import load_checkpoint
+
+
+@dataclass(frozen=True)
+class InputConvention:
+    """How a family wants its images.
+
+    Attributes:
+        scale: factor from 8-bit values to the network's input.
+        channel_order: "RGB" or "BGR".
+        pad_centered: padding is split over both sides; otherwise all of it lies right and below.
+        pad_value: 8-bit value of the padding.
+    """
+
+    scale: float = 1 / 255
+    channel_order: str = "RGB"
+    pad_centered: bool = True
+    pad_value: int = 114
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """Turn a batch as the loader gives it into the network's input, on the device it is on.
+
+        Args:
+            images: (B, 3, H, W) uint8 RGB.
+
+        Returns:
+            (B, 3, H, W) float32, channels last in memory.
+        """
+        if self.channel_order == "BGR":
+            images = images.flip(1)
+        return images.to(torch.float32, memory_format=torch.channels_last).mul_(self.scale)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of detectors.
+
+    Attributes:
+        name: as the key ``family`` of a model YAML has it.
+        build: (spec, num_classes, names) -> network.
+        criterion: (raw_model, hyp, imgsz, label_smoothing) -> loss.
+        decode: (raw_model, outputs) -> (B, N, 5 + C) boxes and scores, fp32.
+        postprocess: decoded predictions and thresholds -> detections; with the signature of `non_max_suppression`.
+        inputs: how images are given to the network.
+        recipe: file name of the hyperparameters it is trained with by default.
+        sync_bn: whether BatchNorm statistics are shared over ranks by default.
+        launchable: whether ``--device 0,1`` may start workers for it.
+    """
+
+    name: str
+    build: Callable[[Mapping[str, Any], int, Sequence[str] | None], DetectionModel]
+    criterion: Callable[[DetectionModel, Hyp, int, float], DetectionLoss]
+    decode: Callable[[DetectionModel, Sequence[Tensor]], Tensor]
+    postprocess: Callable[..., list[Tensor]]
+    inputs: InputConvention
+    recipe: str
+    sync_bn: bool
+    launchable: bool
+
+
+def anchor_loss(raw_model: DetectionModel, hyp: Hyp, imgsz: int, label_smoothing: float = 0.0) -> DetectionLoss:
+    """Make the loss for a network's anchors as they are now."""
+    head = raw_model.detect
+    return DetectionLoss(head.anchors, head.strides, head.num_classes, hyp, imgsz, label_smoothing)
+
+
+YOLOV5 = Family(
+    name="yolov5",
+    build=DetectionModel,
+    criterion=anchor_loss,
+    decode=DetectionModel.decode,
+    postprocess=non_max_suppression,
+    inputs=InputConvention(),
+    recipe="hyp.scratch-low.yaml",
+    sync_bn=True,
+    launchable=True,
+)
+# Redmon and Farhadi 2018, trained with YOLOv5's head, loss and recipe.
+YOLOV3 = replace(YOLOV5, name="yolov3")
+
+FAMILIES = {family.name: family for family in (YOLOV5, YOLOV3)}
+
+
+def family_of(spec: Mapping[str, Any]) -> Family:
+    """Return the family that a model YAML belongs to: its key ``family``, without one YOLOv5.
+
+    Raises:
+        UserError: there is no such family.
+    """
+    name = str(spec.get("family", YOLOV5.name))
+    if name not in FAMILIES:
+        near = get_close_matches(name.lower(), FAMILIES, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(FAMILIES)}"
+        raise UserError(f"model YAML: unknown family {name!r}; {hint}")
+    return FAMILIES[name]
+
+
+def load_model(path: Path, device: torch.device) -> tuple[DetectionModel, Family]:
+    """Build the network that a checkpoint holds, with its averaged weights if it has any.
+
+    Args:
+        path: a checkpoint of this program.
+        device: where the network goes.
+
+    Returns:
+        The network in evaluation mode, knowing its class names, and its family.
+
+    Raises:
+        UserError: the file is no such checkpoint, or is damaged.
+    """
+    checkpoint = load_checkpoint(path)
+    missing = {"spec", "names", "model"} - checkpoint.keys()
+    if missing:
+        raise UserError(f"{path} holds no network: {', '.join(sorted(missing))} is missing")
+    family = family_of(checkpoint["spec"])
+    model = family.build(checkpoint["spec"], len(checkpoint["names"]), checkpoint["names"])
+    load_state(model, weights_of(checkpoint), strict=True)
+    return model.to(device, memory_format=torch.channels_last).eval(), family
+
+
+def weights_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """Return the weights that a checkpoint is used with: the averaged ones, where there are any."""
+    averaged = checkpoint.get("ema")
+    return averaged["module"] if averaged else checkpoint["model"]

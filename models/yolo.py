@@ -1,0 +1,526 @@
+"""The network: model YAML -> modules, the anchor-based head, loading of weights.
+
+A model YAML lists rows ``[from, repeats, module, arguments]``. Each row is run once on the meta device (shapes without
+numbers) as soon as it is built, so that a mistake is reported with the row where it was made.
+
+Shape letters: B images, L levels of the head, A anchors of a level, N all anchors of all cells and levels, C classes,
+H W rows and columns of a level's map.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.common import C3, SPP, SPPF, Bottleneck, Concat, Conv
+from utils.errors import UserError
+
+PROBE_SIDE = 256
+"""Side in pixels of the image that rows are tried on: a multiple of every stride up to 256."""
+
+
+class Detect(nn.Module):
+    """The head: one biased 1x1 convolution per level, A boxes per cell.
+
+    Args:
+        num_classes: C.
+        anchors: L levels of flat [w0, h0, w1, h1...], pixels.
+        channels: of the L maps that are read.
+        strides: of these maps, pixels.
+    """
+
+    anchors: Tensor
+
+    def __init__(
+        self,
+        num_classes: int,
+        anchors: Sequence[Sequence[float]],
+        channels: Sequence[int],
+        strides: Sequence[int],
+    ) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.num_outputs = 5 + num_classes
+        self.num_anchors = len(anchors[0]) // 2
+        self.strides = tuple(strides)
+        sizes = torch.tensor([list(level) for level in anchors], dtype=torch.float32).view(len(anchors), -1, 2)
+        # (L, A, 2) widths and heights in grid units (pixels / stride), as published weights hold them
+        self.register_buffer("anchors", sizes / torch.tensor(self.strides).view(-1, 1, 1))
+        self.m = nn.ModuleList(nn.Conv2d(width, self.num_anchors * self.num_outputs, 1) for width in channels)
+        self.initialize_biases()
+
+    @torch.no_grad()
+    def initialize_biases(self) -> None:
+        """Start from the expected share of objects: 8 per 640 px image, all classes alike (Lin et al. 2017, 4.1)."""
+        for conv, stride in zip(self.m, self.strides, strict=True):
+            bias = conv.get_parameter("bias").view(self.num_anchors, self.num_outputs)
+            bias[:, 4] = math.log(8 / (640 / stride) ** 2)
+            bias[:, 5:] = math.log(0.6 / (self.num_classes - 0.99999))
+
+    def forward(self, maps: list[Tensor]) -> list[Tensor]:
+        """Return the raw outputs of the L levels, (B, A, H, W, 5 + C) [x, y, w, h, objectness, classes] logits.
+
+        These are views of the convolutions' results; nothing is copied, in either memory format.
+        """
+        raw = (conv(x) for conv, x in zip(self.m, maps, strict=True))
+        return [x.unflatten(1, (self.num_anchors, self.num_outputs)).permute(0, 1, 3, 4, 2) for x in raw]
+
+    def decode(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Turn raw outputs into boxes and scores, in fp32. No device sync, no state.
+
+        Args:
+            outputs: L tensors (B, A, H, W, 5 + C), as `forward` returns them.
+
+        Returns:
+            (B, N, 5 + C) [cx, cy, w, h, objectness, classes]; pixels of the network input, scores in [0, 1].
+            Rows by level, then anchor, row, column.
+        """
+        decoded = []
+        for output, anchors, stride in zip(outputs, self.anchors, self.strides, strict=True):
+            x = output.float().sigmoid()
+            height, width = x.shape[2:4]
+            rows = torch.arange(height, device=x.device, dtype=x.dtype)
+            columns = torch.arange(width, device=x.device, dtype=x.dtype)
+            cells = torch.stack((columns.expand(height, width), rows[:, None].expand(height, width)), -1)  # (H, W, 2)
+            centers = (x[..., :2] * 2 - 0.5 + cells) * stride
+            sizes = (x[..., 2:4] * 2) ** 2 * (anchors.to(x.dtype) * stride)[:, None, None]
+            decoded.append(torch.cat((centers, sizes, x[..., 4:]), -1).flatten(1, 3))
+        return torch.cat(decoded, 1)
+
+
+Types = tuple[type, ...]
+
+
+class Kind(NamedTuple):
+    """What the parser knows about one module of the YAML.
+
+    Attributes:
+        build: makes the module from its arguments; a scaled one is given its input channels first.
+        arguments: name and accepted types of each argument, in order.
+        required: how many of these must be there.
+        scaled: the first argument is a number of output channels, multiplied by ``width_multiple``.
+        repeats: "stack" modules one after the other, "inside" the module itself (its third argument), or only "once".
+        joins: the module reads a list of maps.
+    """
+
+    build: Callable[..., nn.Module]
+    arguments: dict[str, Types]
+    required: int = 1
+    scaled: bool = True
+    repeats: str = "stack"
+    joins: bool = False
+
+
+INT: Types = (int,)
+NUMBER: Types = (int, float)
+NONE = type(None)
+BLOCK_ARGUMENTS: dict[str, Types] = {"channels": INT, "shortcut": (bool,), "groups": INT, "expansion": NUMBER}
+CONV_ARGUMENTS: dict[str, Types] = {"channels": INT, "kernel": INT, "stride": INT, "padding": (int, NONE)}
+UPSAMPLE_ARGUMENTS: dict[str, Types] = {"size": (int, NONE), "scale_factor": (*NUMBER, NONE), "mode": (str,)}
+MAY_BE_ZERO = ("padding", "dimension")
+POOL_ARGUMENTS: dict[str, Types] = {"kernel": INT, "stride": (int, NONE), "padding": INT}
+
+KINDS = {
+    "Conv": Kind(Conv, {**CONV_ARGUMENTS, "groups": INT}),
+    "Bottleneck": Kind(Bottleneck, BLOCK_ARGUMENTS),
+    "C3": Kind(C3, BLOCK_ARGUMENTS, repeats="inside"),
+    "SPP": Kind(SPP, {"channels": INT, "kernels": (list,)}),
+    "SPPF": Kind(SPPF, {"channels": INT, "kernel": INT}),
+    "Concat": Kind(Concat, {"dimension": INT}, required=0, scaled=False, repeats="once", joins=True),
+    "Detect": Kind(Detect, {"nc": INT, "anchors": (list,)}, required=2, scaled=False, repeats="once", joins=True),
+    "nn.Upsample": Kind(nn.Upsample, UPSAMPLE_ARGUMENTS, scaled=False),
+    "nn.MaxPool2d": Kind(nn.MaxPool2d, POOL_ARGUMENTS, scaled=False),
+    "nn.ZeroPad2d": Kind(nn.ZeroPad2d, {"padding": (int, list)}, scaled=False),
+}
+"""Every module that a model YAML can name. `Detect` stands last, and there only."""
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "nn.SiLU()": nn.SiLU,
+    "nn.ReLU()": nn.ReLU,
+    "nn.LeakyReLU(0.1)": partial(nn.LeakyReLU, 0.1),
+    "nn.Hardswish()": nn.Hardswish,
+    "nn.Mish()": nn.Mish,
+    "nn.Identity()": nn.Identity,
+}
+"""What the YAML's key ``activation`` can say; without it SiLU."""
+
+REQUIRED_KEYS = ("nc", "depth_multiple", "width_multiple", "anchors", "backbone", "head")
+# `inplace` is understood and has no effect: no layer here writes into its input.
+OPTIONAL_KEYS = ("activation", "channel_multiple", "ch", "inplace", "family")
+
+
+class Network(NamedTuple):
+    """A parsed model YAML.
+
+    Attributes:
+        layers: one module per row, the head last.
+        sources: what each row reads: the index of a row (-1: the image), or several for a module that joins maps.
+    """
+
+    layers: nn.Sequential
+    sources: tuple[int | tuple[int, ...], ...]
+
+
+class Row(NamedTuple):
+    """One checked row of a model YAML; `where` names it in messages."""
+
+    where: str
+    sources: tuple[int, ...]
+    repeats: int
+    kind: Kind
+    args: list[Any]
+
+
+def parse_model(spec: Mapping[str, Any], num_classes: int, channels: int = 3) -> Network:
+    """Build the modules that a model YAML describes. Nothing in it is evaluated: words stand for themselves.
+
+    Args:
+        spec: the YAML's content; its ``nc`` gives way to `num_classes`.
+        num_classes: C.
+        channels: of the input image.
+
+    Raises:
+        UserError: names the key or the row, and what is wrong with it.
+    """
+    check_keys(spec)
+    maps = {-1: torch.empty(2, channels, PROBE_SIDE, PROBE_SIDE, device="meta")}
+    layers: list[nn.Module] = []
+    sources: list[int | tuple[int, ...]] = []
+    total = len(spec["backbone"]) + len(spec["head"])
+    for index, (where, content) in enumerate(_numbered(spec)):
+        row = read_row(where, content, index, spec, num_classes)
+        if (row.kind.build is Detect) != (index == total - 1):
+            raise UserError(f"{row.where}: Detect is the last row of the head, and no other")
+        inputs = [maps[source] for source in row.sources]
+        layer = _build(row, inputs)
+        maps[index] = _probe(row, layer, inputs)
+        layers.append(layer)
+        sources.append(row.sources if row.kind.joins else row.sources[0])
+
+    network = nn.Sequential(*layers)
+    if "activation" in spec:
+        _set_activation(network, spec["activation"])
+    return Network(network, tuple(sources))
+
+
+def check_keys(spec: Mapping[str, Any]) -> None:
+    """Check the YAML's top-level keys and the values that are not rows.
+
+    Raises:
+        UserError: a key is missing or unknown, or its value is of the wrong kind.
+    """
+    known = REQUIRED_KEYS + OPTIONAL_KEYS
+    for key in REQUIRED_KEYS:
+        if key not in spec:
+            raise UserError(f"model YAML: the key '{key}' is missing")
+    for key in spec:
+        if key not in known:
+            raise UserError(f"model YAML: unknown key '{key}'{_nearest(str(key), known)}")
+    for key in ("depth_multiple", "width_multiple"):
+        if not _is_positive(spec[key]):
+            raise UserError(f"model YAML: '{key}' is {spec[key]!r}; give a positive number")
+    for key in ("nc", "channel_multiple", "ch"):
+        if key in spec and not (type(spec[key]) is int and spec[key] > 0):
+            raise UserError(f"model YAML: '{key}' is {spec[key]!r}; give a positive whole number")
+    for key in ("backbone", "head"):
+        if not isinstance(spec[key], list) or not spec[key]:
+            raise UserError(f"model YAML: '{key}' must be a list of rows [from, repeats, module, arguments]")
+    _check_anchors(spec["anchors"])
+
+
+def read_row(where: str, content: Any, index: int, spec: Mapping[str, Any], num_classes: int) -> Row:
+    """Check one row and resolve its words and scales.
+
+    Args:
+        where: the row's name for messages.
+        content: the row as the YAML has it.
+        index: its number, counted over backbone and head.
+        spec: the YAML's content.
+        num_classes: C, what the word ``nc`` stands for.
+
+    Raises:
+        UserError: names the row.
+    """
+    if not (isinstance(content, list) and [type(one) for one in content[2:]] == [str, list]):
+        raise UserError(f"{where}: {content!r} is not of the form [from, repeats, module, [arguments]]")
+    source, repeats, name, given = content
+    where = f"{where} ({name})"
+    if name not in KINDS:
+        raise UserError(f"{where}: unknown module{_nearest(name, tuple(KINDS)) or '; known: ' + ', '.join(KINDS)}")
+    kind = KINDS[name]
+    if type(repeats) is not int or repeats < 1 or (repeats > 1 and kind.repeats == "once"):
+        wanted = "1" if kind.repeats == "once" else "a whole number from 1"
+        raise UserError(f"{where}: repeats is {repeats!r}; it must be {wanted}")
+    if repeats > 1:
+        repeats = max(round(repeats * spec["depth_multiple"]), 1)
+
+    words = {"nc": num_classes, "anchors": spec["anchors"], "None": None}
+    args = [_plain(value, words) for value in given]
+    _check_arguments(where, kind, args)
+    if kind.build is Detect and args[0] != num_classes:
+        raise UserError(f"{where}: its first argument is {args[0]}, but there are {num_classes} classes; write nc")
+    if kind.scaled:
+        args[0] = _round_up(args[0] * spec["width_multiple"], spec.get("channel_multiple", 8))
+    return Row(where, _resolve(where, source, index, kind), repeats, kind, args)
+
+
+def _numbered(spec: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for section in ("backbone", "head"):
+        for number, content in enumerate(spec[section]):
+            yield f"model YAML, {section} row {number}", content
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """Return "; did you mean ...?" for a name that resembles a known one, else nothing."""
+    spelled = {word.lower(): word for word in known}
+    spelled |= {word.lower().removeprefix("nn."): word for word in known}
+    found = get_close_matches(name.lower(), spelled, 1)
+    return f"; did you mean {spelled[found[0]]}?" if found else ""
+
+
+def _plain(value: Any, words: Mapping[str, Any]) -> Any:
+    """Look up a word of the YAML; others stay what they are, without the quotes they may carry twice."""
+    if not isinstance(value, str):
+        return value
+    return words[value] if value in words else value.strip("'\"")
+
+
+def _round_up(channels: float, multiple: int) -> int:
+    return math.ceil(channels / multiple) * multiple
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in NUMBER and 0 < value < math.inf
+
+
+def _check_anchors(levels: Any) -> None:
+    """Raise a UserError unless anchors are lists of one length, each of positive widths and heights."""
+    if not isinstance(levels, list) or not levels or not all(isinstance(level, list) for level in levels):
+        raise UserError("model YAML: 'anchors' must be a list of levels, each a list of widths and heights in pixels")
+    for number, level in enumerate(levels):
+        if not level or len(level) % 2 or not all(_is_positive(side) for side in level):
+            raise UserError(f"model YAML, anchors row {number}: {level} is not a list of widths and heights in pixels")
+        if len(level) != len(levels[0]):
+            raise UserError(f"model YAML, anchors row {number}: all levels must have as many anchors as the first")
+
+
+def _check_arguments(where: str, kind: Kind, args: Sequence[Any]) -> None:
+    if not kind.required <= len(args) <= len(kind.arguments):
+        count = (
+            f"{kind.required} to {len(kind.arguments)}" if kind.required < len(kind.arguments) else f"{kind.required}"
+        )
+        raise UserError(f"{where}: {len(args)} arguments where it takes {count} [{', '.join(kind.arguments)}]")
+    for (name, types), value in zip(kind.arguments.items(), args, strict=False):
+        if type(value) not in types:
+            wanted = " or ".join("None" if one is NONE else one.__name__ for one in types)
+            raise UserError(f"{where}: its argument '{name}' is {value!r}; it must be {wanted}")
+        lowest = 0 if name in MAY_BE_ZERO else 1
+        if type(value) is int and value < lowest:
+            raise UserError(f"{where}: its argument '{name}' is {value}; it must be at least {lowest}")
+
+
+def _resolve(where: str, source: Any, index: int, kind: Kind) -> tuple[int, ...]:
+    """Turn "from" into absolute row numbers; -1 is the image, read by the first row."""
+    given = source if isinstance(source, list) else [source]
+    if not given or any(type(one) is not int for one in given):
+        raise UserError(f"{where}: from is {source!r}; it must be the number of a row, or a list of such numbers")
+    if len(given) > 1 and not kind.joins:
+        raise UserError(f"{where}: it reads one row, but from lists {len(given)}")
+    for one in given:
+        if one >= index:
+            raise UserError(f"{where}: from points at row {one}, which is not there yet; this one is row {index}")
+        if one < -1 and index + one < 0:
+            raise UserError(f"{where}: from {one} points before the first row; this one is row {index}")
+    return tuple(one if one >= 0 else index + one for one in given)
+
+
+def _build(row: Row, inputs: Sequence[Tensor]) -> nn.Module:
+    """Make a row's module; `inputs` are the maps it reads, on the meta device."""
+    if row.kind.build is Detect:
+        return _build_head(row, inputs)
+    c_in = inputs[0].shape[1]
+    try:
+        if row.kind.repeats == "inside":
+            return row.kind.build(c_in, row.args[0], row.repeats, *row.args[1:])
+        if not row.kind.scaled:
+            stack = [row.kind.build(*row.args) for _ in range(row.repeats)]
+        else:
+            widths = [c_in] + [row.args[0]] * (row.repeats - 1)
+            stack = [row.kind.build(width, *row.args) for width in widths]
+    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        raise _cannot_be_built(row, error) from error
+    return stack[0] if len(stack) == 1 else nn.Sequential(*stack)
+
+
+def _build_head(row: Row, inputs: Sequence[Tensor]) -> Detect:
+    """Make the head; strides come from the sizes of the maps, and anchors follow the order of the strides."""
+    num_classes, anchors = row.args
+    _check_anchors(anchors)
+    if len(anchors) != len(inputs):
+        raise UserError(f"{row.where}: 'anchors' has {len(anchors)} levels, but the row reads {len(inputs)} maps")
+    for x in inputs:
+        if PROBE_SIDE % x.shape[-1]:
+            raise UserError(
+                f"{row.where}: it reads a map whose side is {x.shape[-1]} at {PROBE_SIDE} px: no whole stride"
+            )
+    strides = [PROBE_SIDE // x.shape[-1] for x in inputs]
+    if (strides[-1] - strides[0]) * (sum(anchors[-1]) - sum(anchors[0])) < 0:
+        anchors = anchors[::-1]
+    return Detect(num_classes, anchors, [x.shape[1] for x in inputs], strides)
+
+
+def _probe(row: Row, layer: nn.Module, inputs: Sequence[Tensor]) -> Any:
+    """Run a module on the meta device, where only shapes are computed."""
+    try:
+        with torch.no_grad():
+            return run_on_meta(layer, list(inputs) if row.kind.joins else inputs[0])
+    except (TypeError, ValueError, RuntimeError, IndexError, ZeroDivisionError) as error:
+        raise _cannot_be_built(row, error) from error
+
+
+def _cannot_be_built(row: Row, error: Exception) -> UserError:
+    return UserError(f"{row.where}: it can't be built with the arguments {row.args}: {str(error).splitlines()[0]}")
+
+
+def _set_activation(network: nn.Module, name: Any) -> None:
+    if str(name) not in ACTIVATIONS:
+        raise UserError(f"model YAML: 'activation' is {name!r}; known: {', '.join(ACTIVATIONS)}")
+    for module in network.modules():
+        if isinstance(module, Conv):
+            module.act = ACTIVATIONS[name]()
+
+
+def run_on_meta(module: nn.Module, inputs: Any) -> Any:
+    """Run a module on inputs on the meta device; its own parameters and buffers stay untouched."""
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return functional_call(module, {name: tensor.to("meta") for name, tensor in state.items()}, (inputs,))
+
+
+class DetectionModel(nn.Module):
+    """A detector built from a model YAML.
+
+    Args:
+        spec: the YAML's content.
+        num_classes: C; takes the place of the YAML's ``nc``.
+        names: of the classes, by class id; "0", "1"... if there are none.
+
+    Attributes:
+        model: the rows' modules, the head last; parameter names start with ``model.ROW``.
+        yaml: the spec with ``nc`` = C: what is needed to build this network again.
+
+    Raises:
+        UserError: the YAML has a mistake (see `parse_model`), or the number of names is not C.
+    """
+
+    def __init__(self, spec: Mapping[str, Any], num_classes: int, names: Sequence[str] | None = None) -> None:
+        super().__init__()
+        self.channels: int = spec.get("ch", 3)
+        self.model, self.sources = parse_model(spec, num_classes, self.channels)
+        self.kept = _read_later(self.sources)
+        self.num_classes = num_classes
+        self.names = [str(i) for i in range(num_classes)] if names is None else list(names)
+        if len(self.names) != num_classes:
+            raise UserError(f"names lists {len(self.names)} classes, but the network has {num_classes}")
+        self.yaml: dict[str, Any] = {**copy.deepcopy(dict(spec)), "nc": num_classes}
+
+    @property
+    def detect(self) -> Detect:
+        """The head."""
+        head = self.model[-1]
+        assert isinstance(head, Detect)
+        return head
+
+    @property
+    def stride(self) -> Tensor:
+        """(L,) strides of the levels, pixels, on the CPU whatever the device of the weights."""
+        return torch.tensor(self.detect.strides, dtype=torch.float32, device="cpu")
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """Return the head's raw outputs, L tensors (B, A, H, W, 5 + C).
+
+        Args:
+            images: (B, 3, height, width) RGB in [0, 1]; sides a multiple of the largest stride.
+        """
+        x: Any = images
+        maps: dict[int, Tensor] = {}
+        for index, (layer, source) in enumerate(zip(self.model, self.sources, strict=True)):
+            if isinstance(source, int):
+                x = layer(x if source == index - 1 else maps[source])
+            else:
+                x = layer([x if one == index - 1 else maps[one] for one in source])
+            if index in self.kept:
+                maps[index] = x
+        return x
+
+    def decode(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Turn raw outputs into (B, N, 5 + C) boxes and scores; see `Detect.decode`."""
+        return self.detect.decode(outputs)
+
+
+def _read_later(sources: Sequence[int | tuple[int, ...]]) -> frozenset[int]:
+    """Return the rows whose maps are read by a row that is not the next one."""
+    reads = [(index, (one,) if isinstance(one, int) else one) for index, one in enumerate(sources)]
+    return frozenset(source for index, read in reads for source in read if source != index - 1)
+
+
+def count_flops(model: DetectionModel, imgsz: int) -> int:
+    """Count the operations of one forward pass of one square image: 2 x multiply-adds of convolutions and products.
+
+    Nothing is computed, and the model is left as it is.
+    """
+    images = torch.empty(2, model.channels, imgsz, imgsz, device="meta")  # two, for BatchNorm wants more than one value
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        run_on_meta(model, images)
+    return counter.get_total_flops() // 2
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load_state` did.
+
+    Attributes:
+        taken: number of tensors that were loaded.
+        left: why a tensor was not, by its name; of the weights' and of the network's tensors.
+    """
+
+    taken: int
+    left: dict[str, str]
+
+
+def load_state(model: DetectionModel, state: Mapping[str, Tensor], strict: bool | None = None) -> LoadReport:
+    """Load weights by name into a network, in the network's own precision.
+
+    Args:
+        model: the network.
+        state: tensors by state-dict name, in any floating precision.
+        strict: every tensor must fit. False: what fits by name and shape is taken, the rest keeps its initialization.
+            None: strict if the weights' head has the shape of the network's, and so its number of classes.
+
+    Raises:
+        UserError: strict and something differs, or nothing fits at all. The network is then unchanged.
+    """
+    own = model.state_dict()
+    fitting = {name: tensor for name, tensor in state.items() if name in own and tensor.shape == own[name].shape}
+    left = {name: "not in the network" for name in state if name not in own}
+    for name, tensor in own.items():
+        if name not in state:
+            left[name] = "not in the weights"
+        elif name not in fitting:
+            left[name] = f"shape {tuple(state[name].shape)} in the weights, {tuple(tensor.shape)} in the network"
+
+    last_bias = f"model.{len(model.model) - 1}.m.0.bias"
+    if strict is None:
+        strict = last_bias in fitting
+    if left and (strict or not fitting):
+        examples = "; ".join(f"{name}: {why}" for name, why in list(left.items())[:3])
+        raise UserError(f"the weights don't fit the network, {len(left)} tensors differ ({examples})")
+    model.load_state_dict(fitting, strict=not left)
+    return LoadReport(len(fitting), left)

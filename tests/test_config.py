@@ -1,0 +1,599 @@
+"""Flags, hyperparameters and data sets: what is read, and what a mistake costs."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.common import PROJECT
+from utils.config import (
+    DataConfig,
+    Hyp,
+    TrainConfig,
+    ValConfig,
+    build_config,
+    check_split_paths,
+    config_from_dict,
+    config_to_dict,
+    find_yaml,
+    load_data,
+    load_hyp,
+    load_yaml,
+    parse_train,
+    parse_val,
+)
+from utils.errors import Problems, UserError, run_cli
+from utils.flags import flags_page, given_flags
+
+HEAVY = ("numpy", "torch", "cv2", "pandas", "matplotlib", "tqdm")
+
+
+def run_python(code: str, *argv: str, cwd: Path = PROJECT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, cwd=cwd, check=False)
+
+
+def train_error(argv: str) -> str:
+    with pytest.raises(UserError) as info:
+        build_config(TrainConfig, given_flags(TrainConfig, argv.split()))
+    return str(info.value)
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+# ---- flags ----
+
+
+def test_nothing_heavy_is_imported() -> None:
+    """Help and a wrong flag must not wait seconds for torch."""
+    code = "import sys, utils.config; print([name for name in sys.modules if name in sys.argv[1:]])"
+    done = run_python(code, *HEAVY)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_no_flags_train_on_the_built_in_data() -> None:
+    config = parse_train([])
+    assert (config.weights, config.cfg, config.data) == ("", "yolov5n.yaml", "shapes.yaml")
+    assert (config.batch_size, config.nbs, config.val_batch, config.amp, config.cache) == (16, 64, 0, "auto", "ram")
+    assert config.resume is False
+    assert config.deterministic is None
+
+
+def test_a_yolov5_command_line_is_read() -> None:
+    line = (
+        "--weights best.pt --cfg yolov5s.yaml --data coco.yaml --hyp hyp.scratch-med.yaml --epochs 7 --batch-size 32"
+        " --img 640 --rect --resume --nosave --noval --cache disk --device cuda:1 --multi-scale --optimizer AdamW"
+        " --workers 3 --project out --name x --exist-ok --cos-lr --patience 5 --freeze 0 3 --save-period -1 --seed 9"
+    )
+    assert parse_train(line.split()) == TrainConfig(
+        weights="best.pt",
+        cfg="yolov5s.yaml",
+        data="coco.yaml",
+        hyp="hyp.scratch-med.yaml",
+        epochs=7,
+        batch_size=32,
+        imgsz=640,
+        rect=True,
+        resume=True,
+        nosave=True,
+        noval=True,
+        cache="disk",
+        device="cuda:1",
+        multi_scale=True,
+        optimizer="AdamW",
+        workers=3,
+        project="out",
+        name="x",
+        exist_ok=True,
+        cos_lr=True,
+        patience=5,
+        freeze=[0, 3],
+        save_period=-1,
+        seed=9,
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("--batch 8", "batch_size", 8),
+        ("--imgsz 64", "imgsz", 64),
+        ("--img-size 64", "imgsz", 64),
+        ("--img=64", "imgsz", 64),
+        ("--cache", "cache", "ram"),
+        ("--cache --epochs 3", "epochs", 3),
+        ("--cache off", "cache", "off"),
+        ("--resume runs/train/exp", "resume", "runs/train/exp"),
+        ("--resume", "resume", True),
+        ("--deterministic", "deterministic", True),
+        ("--no-deterministic", "deterministic", False),
+        ("--weights a.pt", "cfg", ""),
+        ("--weights a.pt --cfg b.yaml", "cfg", "b.yaml"),
+        ("--name cfg --cfg models/yolov5s.yaml", "name", "yolov5s"),
+    ],
+)
+def test_spellings(line: str, field: str, value: object) -> None:
+    assert getattr(parse_train(line.split()), field) == value
+
+
+def test_empty_weights_mean_from_scratch() -> None:
+    assert parse_train(["--weights", ""]) == TrainConfig()
+
+
+@pytest.mark.parametrize("line", ["--local-rank=1", "--local_rank 1", "--local-rank 1 --epochs 30"])
+def test_the_local_rank_of_old_launchers_is_ignored(line: str) -> None:
+    """YOLOv5 refuses the newer spelling; yjh0410/YOWOv2#8 refuses both."""
+    assert parse_train(line.split()) == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--bach-size 32", "--bach-size is not a flag; did you mean --batch-size?"),
+        ("--epoch 3", "--epoch is not a flag; did you mean --epochs?"),  # no abbreviations
+        ("--batch_size=3", "--batch_size is not a flag; did you mean --batch-size?"),
+        ("--xyzzy", "--xyzzy is not a flag\n"),
+        ("cat.jpg", "'cat.jpg' belongs to no flag"),
+        ("--epochs 0", "--epochs must be at least 1, not 0"),
+        ("--epochs ten", "--epochs takes a whole number, not 'ten'"),
+        ("--epochs 1.5", "--epochs takes a whole number, not '1.5'"),
+        ("--epochs", "--epochs: expected one argument"),
+        ("--batch-size 0", "--batch-size must be at least 1, not 0"),
+        ("--batch -2", "--batch-size must be at least 1, not -2"),
+        ("--imgsz 31", "--imgsz must be at least 32, not 31"),
+        ("--workers -1", "--workers must be at least 0, not -1"),
+        ("--patience -1", "--patience must be at least 0, not -1"),
+        ("--seed -1", "--seed must be between 0 and 4294967295, not -1"),
+        ("--freeze 1 -2", "--freeze must be at least 0, not -2"),
+        ("--freeze a", "--freeze takes whole numbers, not 'a'"),
+        ("--optimizer adamw", "--optimizer is one of SGD, Adam, AdamW, not 'adamw'; did you mean AdamW?"),
+        ("--cache gpu", "--cache is one of ram, disk, off, not 'gpu'"),
+        ("--rect=1", "--rect: ignored explicit argument '1'"),
+    ],
+)
+def test_mistakes_in_flags(line: str, words: str) -> None:
+    assert words in train_error(line) + "\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--sync-bn",
+        "--no-sync-bn",
+        "--noplots",
+        "--noautoanchor",
+        "--single-cls",
+        "--label-smoothing 0.1",
+        "--image-weights",
+        "--evolve",
+        "--evolve 10",
+        "--evolve_population data/hyps",
+        "--resume_evolve x.yaml",
+        "--quad",
+        "--bucket b",
+        "--entity e",
+        "--upload_dataset val",
+        "--bbox_interval 1",
+        "--cache val",
+        "--batch-size -1",
+        "--batch=-1",
+        "--device 0,1",
+        "--device cpu,cpu",
+        "--device all",
+    ],
+)
+def test_features_of_later_are_never_ignored(line: str) -> None:
+    message = train_error(line)
+    assert message.startswith("--")
+    assert "is not available yet: " in message
+    assert message.count("\n") == 1  # and no complaint about the value; the second line points to --help
+
+
+def test_all_mistakes_come_at_once() -> None:
+    message = train_error("--bach-size 32 --quad --epochs 0 --cache val --imgsz x --device 0,1")
+    assert message.splitlines()[0] == "6 problems"
+    for flag in ("--bach-size", "--quad", "--epochs", "--cache val", "--imgsz", "--device 0,1"):
+        assert f"- {flag} " in message
+
+
+def test_a_mistake_ends_with_status_2_and_two_lines() -> None:
+    done = run_python("from utils.config import parse_train; parse_train()", "--bach-size", "32")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    expected = "error: --bach-size is not a flag; did you mean --batch-size?\nsee python train.py --help\n"
+    assert done.stderr == expected
+
+
+@pytest.mark.parametrize("script", ["train.py", "val.py"])
+def test_scripts_check_flags_before_they_import_torch(script: str, tmp_path: Path) -> None:
+    write(tmp_path / "torch.py", "raise RuntimeError('torch was imported')\n")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for argv, status, out in ((["--help"], 0, f"usage: python {script}"), (["--epohcs", "3", "--imgsz", "1"], 2, "")):
+        done = subprocess.run(
+            [sys.executable, script, *argv], capture_output=True, text=True, cwd=PROJECT, env=env, check=False
+        )
+        assert done.returncode == status, done.stderr
+        assert done.stdout.startswith(out)
+        assert done.stderr.startswith("error: 2 problems\n- --epohcs is not a flag" if status else "")
+        assert "Traceback" not in done.stderr
+
+
+def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    for parse, kind in ((parse_train, TrainConfig), (parse_val, ValConfig)):
+        with pytest.raises(SystemExit) as info:
+            parse(["--help"])
+        assert not info.value.code
+        text = " ".join(capsys.readouterr().out.split())
+        assert text.index("examples:") < text.index("--weights FILE")
+        for item in dataclasses.fields(kind):
+            assert f"--{item.name.replace('_', '-')}" in text
+        assert text.count("(default: ") == len(dataclasses.fields(kind))
+        assert "--sync-bn" not in text
+
+
+def test_flags_page_is_up_to_date() -> None:
+    text = (PROJECT / "docs" / "flags.md").read_text()
+    assert text == flags_page((TrainConfig, ValConfig)), "run: python -m utils.config > docs/flags.md"
+
+
+def test_val_flags() -> None:
+    line = "--weights a.pt --conf-thres 0.25 --iou-thres 0.45 --max-det 10 --task test --batch 4"
+    config = parse_val(line.split())
+    expected = (0.25, 0.45, 10, "test", 4)
+    assert (config.conf_thres, config.iou_thres, config.max_det, config.task, config.batch_size) == expected
+    defaults = ValConfig(weights="a.pt")
+    assert (defaults.conf_thres, defaults.iou_thres, defaults.max_det, defaults.batch_size) == (0.001, 0.6, 300, 32)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "--weights is missing"),
+        ("--weights a.pt --conf-thres 1.5", "--conf-thres must be between 0 and 1, not 1.5"),
+        ("--weights a.pt --conf-thres nan", "--conf-thres must be between 0 and 1, not nan"),
+        ("--weights a.pt --task speed", "--task speed is not available yet: "),
+        ("--weights a.pt --half", "--half is not available yet: "),
+        ("--weights a.pt --augment", "--augment is not available yet: "),
+    ],
+)
+def test_mistakes_in_val_flags(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as info:
+        parse_val(line.split())
+    assert info.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+# ---- hyperparameters ----
+
+SCRATCH_LOW = {
+    "lr0": 0.01,
+    "lrf": 0.01,
+    "momentum": 0.937,
+    "weight_decay": 0.0005,
+    "warmup_epochs": 3.0,
+    "warmup_momentum": 0.8,
+    "warmup_bias_lr": 0.1,
+    "box": 0.05,
+    "cls": 0.5,
+    "cls_pw": 1.0,
+    "obj": 1.0,
+    "obj_pw": 1.0,
+    "iou_t": 0.2,
+    "anchor_t": 4.0,
+    "fl_gamma": 0.0,
+    "hsv_h": 0.015,
+    "hsv_s": 0.7,
+    "hsv_v": 0.4,
+    "degrees": 0.0,
+    "translate": 0.1,
+    "scale": 0.5,
+    "shear": 0.0,
+    "perspective": 0.0,
+    "flipud": 0.0,
+    "fliplr": 0.5,
+    "mosaic": 1.0,
+    "mixup": 0.0,
+    "copy_paste": 0.0,
+}
+RECIPES = {
+    "scratch-low": {},
+    "scratch-med": {"lrf": 0.1, "cls": 0.3, "obj": 0.7, "scale": 0.9, "mixup": 0.1},
+    "scratch-high": {"lrf": 0.1, "cls": 0.3, "obj": 0.7, "scale": 0.9, "mixup": 0.1, "copy_paste": 0.1},
+    "no-augmentation": {
+        **{"lrf": 0.1, "cls": 0.3, "obj": 0.7, "hsv_h": 0, "hsv_s": 0, "hsv_v": 0},
+        **{"translate": 0, "scale": 0, "fliplr": 0, "mosaic": 0},
+    },
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shipped_recipes(name: str) -> None:
+    """The figures are those of YOLOv5's files of the same names."""
+    assert dataclasses.asdict(load_hyp(f"hyp.{name}.yaml")) == {**SCRATCH_LOW, **RECIPES[name]}
+    assert set(load_yaml(find_yaml(f"hyp.{name}", "hyp"))) == set(SCRATCH_LOW)
+
+
+@pytest.mark.parametrize(("name", "lr0", "anchors"), [("VOC", 0.00334, 3.412), ("Objects365", 0.00258, 3.2)])
+def test_recipes_that_search_anchors_say_so(name: str, lr0: float, anchors: float) -> None:
+    content = load_yaml(find_yaml(f"hyp.{name}", "hyp"))
+    assert (content["lr0"], content["anchors"]) == (lr0, anchors)
+    assert set(content) == {*SCRATCH_LOW, "anchors"}
+    with pytest.raises(UserError, match="anchors is not available yet: ") as info:
+        load_hyp(f"hyp.{name}.yaml")
+    assert "\n" not in str(info.value)  # the other values are fine
+    del content["anchors"]
+    assert build_config(Hyp, content).lr0 == lr0
+
+
+def test_hyp_keys_left_out_are_scratch_low(tmp_path: Path) -> None:
+    assert load_hyp(write(tmp_path / "h.yaml", "lr0: 0.1\nwarmup_epochs: 1\n")) == Hyp(lr0=0.1, warmup_epochs=1.0)
+
+
+def test_numbers_that_yaml_takes_for_text(tmp_path: Path) -> None:
+    assert load_hyp(write(tmp_path / "h.yaml", "lr0: 1e-3\n")).lr0 == 0.001
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("lr: 0.1", "lr is not a hyperparameter; did you mean lr"),
+        ("mosiac: 1", "mosiac is not a hyperparameter; did you mean mosaic?"),
+        ("lr0: fast", "lr0 takes a number, not 'fast'"),
+        ("lr0: true", "lr0 takes a number, not True"),
+        ("lr0:", "lr0 takes a number, not None"),
+        ("lr0: -1", "lr0 must be between 0 and 10, not -1"),
+        ("mosaic: 1.5", "mosaic must be between 0 and 1, not 1.5"),
+        ("lr0: .nan", "lr0 must be between 0 and 10, not nan"),
+    ],
+)
+def test_mistakes_in_hyp(text: str, words: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "h.yaml", text)
+    with pytest.raises(UserError) as info:
+        load_hyp(path)
+    assert str(info.value).startswith(f"{path}: {words}")
+
+
+# ---- YAML ----
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: 1\nb: 2\na: 3\n", ", line 3: key a appears twice"),
+        ("a:\n  b: 1\n  b: 2\n", ", line 3: key b appears twice"),
+        ("a: [1\nb: 2\n", ", line 2: "),
+        ("a: 1\n  b: 2\n", ", line 2: "),
+        ("- a\n- b\n", " must hold keys and values (key: value), not a list"),
+        ("", " must hold keys and values (key: value), not nothing"),
+        ("a: !!python/object/apply:os.getcwd []\n", ", line 1: could not determine a constructor"),
+        ("a: \x07", ": "),
+    ],
+)
+def test_yaml_is_strict(text: str, words: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "x.yaml", text)
+    with pytest.raises(UserError) as info:
+        load_yaml(path)
+    assert str(info.value).startswith(f"{path}{words}")
+
+
+def test_yaml_merge_keys_still_work(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.yaml", "a: &base {x: 1, y: 2}\nb: {<<: *base, y: 3}\n")
+    assert load_yaml(path)["b"] == {"x": 1, "y": 3}
+
+
+def test_yaml_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_bytes(b"a: \xff\xfe\n")
+    with pytest.raises(UserError, match="not a text file in UTF-8"):
+        load_yaml(tmp_path / "x.yaml")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_yaml(tmp_path / "absent.yaml")
+
+
+def test_shipped_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = PROJECT / "data" / "hyps" / "hyp.scratch-low.yaml"
+    for name in ("hyp.scratch-low.yaml", "hyp.scratch-low", "data/hyps/hyp.scratch-low.yaml"):
+        assert find_yaml(name, "hyp") == shipped
+    own = write(tmp_path / "hyp.scratch-low.yaml", "lr0: 0.5\n")
+    assert find_yaml("hyp.scratch-low.yaml", "hyp") == own  # a user's own file comes first
+    with pytest.raises(UserError, match=r"--hyp hyp.scratch-lo: .*did you mean hyp.scratch-low.yaml"):
+        find_yaml("hyp.scratch-lo", "hyp")
+    with pytest.raises(UserError, match=r"--cfg zzz: there is no such file; shipped are "):
+        find_yaml("zzz", "model")
+
+
+# ---- data sets ----
+
+DATA = "path: set\ntrain: images/train\nval: images/val\nnames: [cat, dog]\n"
+
+
+def test_data(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.yaml", DATA + "test: [images/a, lists/b.txt]\nnc: 2\ndownload: https://x/y.zip\n")
+    (tmp_path / "set").mkdir()
+    root = tmp_path / "set"
+    assert load_data(path) == DataConfig(
+        path=path,
+        root=root,
+        train=[root / "images" / "train"],
+        val=[root / "images" / "val"],
+        test=[root / "images" / "a", root / "lists" / "b.txt"],
+        names=["cat", "dog"],
+        download="https://x/y.zip",
+    )
+    assert load_data(path).num_classes == 2
+
+
+def test_the_root_of_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The YAML's folder, then the current folder, then the project; absolute paths as they are."""
+    yaml_folder, cwd = tmp_path / "yamls", tmp_path / "cwd"
+    path = write(yaml_folder / "d.yaml", DATA)
+    cwd.mkdir()
+    monkeypatch.chdir(cwd)
+    assert load_data(path).root == PROJECT / "set"
+    (cwd / "set").mkdir()
+    assert load_data(path).root == cwd / "set"
+    (yaml_folder / "set").mkdir()
+    assert load_data(path).root == yaml_folder / "set"
+    absolute = write(yaml_folder / "e.yaml", DATA.replace("path: set", f"path: {tmp_path}/far"))
+    assert load_data(absolute).root == tmp_path / "far"
+    without = write(yaml_folder / "f.yaml", DATA.replace("path: set\n", ""))
+    assert load_data(without).train == [yaml_folder / "images" / "train"]
+    outside = write(yaml_folder / "g.yaml", DATA.replace("images/train", f"{tmp_path}/t").replace("images/val", "../v"))
+    assert load_data(outside).train + load_data(outside).val == [tmp_path / "t", yaml_folder / "v"]
+
+
+def test_names_by_id(tmp_path: Path) -> None:
+    text = DATA.replace("[cat, dog]", "{1: dog, 0: cat}")
+    assert load_data(write(tmp_path / "d.yaml", text)).names == ["cat", "dog"]
+    numbers = DATA.replace("[cat, dog]", "[0, 1]")
+    assert load_data(write(tmp_path / "e.yaml", numbers)).names == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("train:", "tarin:", "tarin is not a key; did you mean train?"),
+        ("val:", "valid:", "valid is not a key; did you mean val?"),
+        ("names:", "name:", "name is not a key; did you mean names?"),
+        ("val: images/val\n", "", "val is missing"),
+        ("names: [cat, dog]", "nc: 2", "names is missing"),
+        ("[cat, dog]", "[]", "names takes a list of class names"),
+        ("[cat, dog]", "cat", "names takes a list of class names"),
+        ("[cat, dog]", "{0: cat, 2: dog}", "names has the class id 2, but ids run from 0 to 1 without gaps"),
+        ("[cat, dog]", "{1: cat, 2: dog}", "names has the class id 2, but ids run from 0 to 1 without gaps"),
+        ("[cat, dog]", "{true: cat, 0: dog}", "names has the class id True"),
+        ("[cat, dog]", "[cat, no]", "names: class 1 is False, not a text"),
+        ("[cat, dog]", "[cat, null]", "names: class 1 is None, not a text"),
+        ("path: set", "nc: 3", "nc says 3 classes, names lists 2"),
+        ("path: set", "path: [a]", "path takes a text, not a list"),
+        ("path: set", "download: {a: b}", "download takes a text, not keys and values"),
+        ("path: set", "generator: shape", "generator is shapes, not 'shape'; did you mean shapes?"),
+        ("images/train", "{a: b}", "train takes a folder, a .txt list, or a list of these, not {'a': 'b'}"),
+        ("images/train", "[a, 3]", "train takes a folder, a .txt list, or a list of these, not ['a', 3]"),
+    ],
+)
+def test_mistakes_in_data(old: str, new: str, words: str, tmp_path: Path) -> None:
+    assert old in DATA
+    path = write(tmp_path / "d.yaml", DATA.replace(old, new))
+    with pytest.raises(UserError) as info:
+        load_data(path)
+    assert str(info.value).startswith(f"{path}: {words}"), str(info.value)
+
+
+def test_all_mistakes_in_data_come_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.yaml", "tarin: a\nnames: {0: a, 5: b}\n")
+    with pytest.raises(UserError) as info:
+        load_data(path)
+    assert str(info.value).splitlines()[0] == "3 problems"
+    assert str(info.value).count(str(path)) == 3
+
+
+def test_notes_in_data_are_welcome(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.yaml", DATA + "roboflow: {license: MIT, version: 1}\nauthor: me\ngenerator: shapes\n")
+    assert load_data(path).generator == "shapes"
+
+
+def test_missing_split_folders(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.yaml", DATA)
+    (tmp_path / "set" / "images" / "tarin").mkdir(parents=True)
+    (tmp_path / "set" / "images" / "val").mkdir()
+    data = load_data(path)
+    with pytest.raises(UserError) as info:
+        check_split_paths(data)
+    assert str(info.value) == f"{path}: train: {data.train[0]} does not exist; did you mean tarin?"
+    with pytest.raises(UserError, match="there is no test split; add a line test: FOLDER"):
+        check_split_paths(data, ["test"])
+    assert check_split_paths(data, ["val"]) == {"val": data.val}
+
+
+def test_paths_one_folder_too_high(tmp_path: Path) -> None:
+    """Exported YAMLs often say ../train/images for train/images."""
+    path = write(tmp_path / "set" / "d.yaml", "train: ../train/images\nval: val/images\nnames: [a]\n")
+    (tmp_path / "set" / "train" / "images").mkdir(parents=True)
+    (tmp_path / "set" / "val" / "images").mkdir(parents=True)
+    with pytest.raises(UserError) as info:
+        check_split_paths(load_data(path))
+    assert str(info.value).endswith(f"does not exist; did you mean {Path('train/images')}?")
+
+
+# ---- configurations as plain data ----
+
+
+def test_configurations_survive_json(tmp_path: Path) -> None:
+    data = load_data(write(tmp_path / "d.yaml", DATA))
+    config = parse_train(["--freeze", "1", "2", "--resume", "--no-deterministic"])
+    for value in (config, ValConfig(weights="a.pt"), Hyp(lr0=0.1), data):
+        plain = json.loads(json.dumps(config_to_dict(value)))
+        assert config_from_dict(type(value), plain) == value
+        assert yaml.safe_load(yaml.safe_dump(plain)) == plain
+
+
+def test_mistakes_in_plain_data() -> None:
+    with pytest.raises(UserError, match="epoch is not a setting; did you mean epochs"):
+        config_from_dict(TrainConfig, {"epoch": 1})
+    with pytest.raises(UserError, match="--epochs takes a whole number, not '1'"):
+        config_from_dict(TrainConfig, {"epochs": "1"})
+    with pytest.raises(UserError, match="--rect takes true or false, not 1"):
+        config_from_dict(TrainConfig, {"rect": 1})
+
+
+# ---- errors ----
+
+
+def test_problems() -> None:
+    problems = Problems()
+    problems.raise_if_any()
+    assert not problems
+    problems.add("one")
+    problems.add("one")
+    with pytest.raises(UserError, match=r"^one$"):
+        problems.raise_if_any()
+    problems.add("two")
+    with pytest.raises(UserError, match=r"^2 problems\n- f: one\n- f: two$"):
+        problems.raise_if_any("f")
+
+
+def test_problems_of_several_attempts() -> None:
+    def fail() -> int:
+        inner = Problems()
+        inner.add("one")
+        inner.add("two")
+        inner.raise_if_any("f")
+        return 0
+
+    problems = Problems()
+    assert problems.attempt(lambda: 7) == 7
+    assert problems.attempt(fail) is None
+    problems.add("three")
+    with pytest.raises(UserError, match=r"^3 problems\n- f: one\n- f: two\n- three$"):
+        problems.raise_if_any()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "err"),
+    [
+        ("raise UserError('--x is wrong')", 2, "error: --x is wrong\n"),
+        ("raise KeyboardInterrupt", 130, "stopped by Ctrl-C\n"),
+        ("return 7", 7, ""),
+        ("return None", 0, ""),
+    ],
+)
+def test_how_a_script_ends(body: str, status: int, err: str) -> None:
+    done = run_python(f"from utils.errors import UserError, run_cli\ndef main():\n    {body}\nrun_cli(main)")
+    assert (done.returncode, done.stderr) == (status, err)
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    def main() -> int:
+        return 1 // 0
+
+    with pytest.raises(ZeroDivisionError):
+        run_cli(main)

@@ -1,0 +1,646 @@
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from tests.common import PROJECT, SHARED, needs_shared
+from utils import dataset
+from utils.dataset import LabelIndex, build_index, image_size, list_images, read_image
+from utils.errors import UserError
+from utils.images import ImageError
+from utils.labels import label_path
+
+FORK = multiprocessing.get_context("fork") if sys.platform == "linux" else None
+needs_fork = pytest.mark.skipif(FORK is None, reason="processes are forked on Linux only")
+LOGGER = logging.getLogger("lockstep")
+GOOD = "0 0.5 0.5 0.2 0.3\n"
+
+
+@pytest.fixture(autouse=True)
+def user_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("user_cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder / "lockstep"
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    caplog.set_level(logging.INFO, logger="lockstep")
+    return caplog
+
+
+def write_image(path: Path, height: int = 24, width: int = 32) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    assert cv2.imwrite(str(path), np.full((height, width, 3), 90, np.uint8))
+    return path
+
+
+def make_split(root: Path, labels: list[str | None], split: str = "train") -> Path:
+    """One image per entry, all alike, with that text as its label file (None: no file); returns the images folder."""
+    images = root / "images" / split
+    picture = write_image(images / "00000.jpg").read_bytes()
+    (root / "labels" / split).mkdir(parents=True, exist_ok=True)
+    for i, text in enumerate(labels):
+        (images / f"{i:05d}.jpg").write_bytes(picture)
+        if text is not None:
+            (root / "labels" / split / f"{i:05d}.txt").write_bytes(text.encode())
+    return images
+
+
+# --- listing ---------------------------------------------------------------------------------------------------------
+
+
+def test_folder_is_searched_recursively_and_sorted(tmp_path: Path) -> None:
+    for name in ("b/2.PNG", "a/1.jpg", "a/notes.txt", "z.webp", "c.jpg.bak"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert list_images([tmp_path]) == [f"{tmp_path}/{name}" for name in ("a/1.jpg", "b/2.PNG", "z.webp")]
+
+
+def test_linked_folders_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real/1.jpg").touch()
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/link").symlink_to(tmp_path / "real")
+    (tmp_path / "set/circle").symlink_to(tmp_path / "set")
+    assert list_images([tmp_path / "set"]) == [f"{tmp_path}/set/link/1.jpg"]
+
+
+def test_list_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("lists/x/2.jpg", "lists/x/1.jpg", "cwd/3.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    lines = ["\ufeff./x/2.jpg", "", "# ./x/9.jpg", "x/1.jpg", "cwd/3.jpg", "/abs/4.jpg", "./x/../x/2.jpg", "x/5.doc"]
+    (tmp_path / "lists/train.txt").write_text("\n".join(lines), encoding="utf-8")
+    want = [f"{tmp_path}/lists/x/2.jpg", f"{tmp_path}/lists/x/1.jpg", f"{tmp_path}/cwd/3.jpg", "/abs/4.jpg"]
+    assert list_images([tmp_path / "lists/train.txt"]) == want
+    assert "1 images are listed more than once" in log.text
+    assert "5.doc" in log.text
+
+
+def test_several_sources_keep_their_order(tmp_path: Path) -> None:
+    for name in ("b/1.jpg", "a/1.jpg"):
+        write_image(tmp_path / name)
+    (tmp_path / "one.txt").write_text("./a/1.jpg\n")
+    assert list_images([tmp_path / "b", tmp_path / "one.txt", tmp_path / "a"]) == [
+        f"{tmp_path}/b/1.jpg",
+        f"{tmp_path}/a/1.jpg",
+    ]
+
+
+def test_wrong_sources_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere does not exist"):
+        list_images([tmp_path / "nowhere"])
+    (tmp_path / "x.json").touch()
+    with pytest.raises(UserError, match=r"x.json is neither a folder nor a .txt list"):
+        list_images([tmp_path / "x.json"])
+    with pytest.raises(UserError, match=rf"no images in {tmp_path}.*bmp, dng, .*webp"):
+        list_images([tmp_path])
+
+
+def test_label_path() -> None:
+    assert label_path("/d/images/train/a.b.jpg") == "/d/labels/train/a.b.txt"
+    assert label_path("/images/d/images/x/1.png") == "/images/d/labels/x/1.txt"
+    assert label_path("/d/myimages/1.png") == "/d/myimages/1.txt"
+
+
+# --- image headers and pixels ----------------------------------------------------------------------------------------
+
+
+def exif(orientation: int, order: str = "<") -> bytes:
+    """TIFF block with two entries: image width, then orientation (TIFF 6.0)."""
+    entries = struct.pack(order + "HHIHH", 0x0100, 3, 1, 7, 0) + struct.pack(
+        order + "HHIHH", 0x0112, 3, 1, orientation, 0
+    )
+    start = b"II*\0" if order == "<" else b"MM\0*"
+    return start + struct.pack(order + "IH", 8, 2) + entries + struct.pack(order + "I", 0)
+
+
+def with_exif(data: bytes, block: bytes) -> bytes:
+    """The JPEG, PNG or WebP file with an EXIF block."""
+    if data[:2] == b"\xff\xd8":
+        return data[:2] + b"\xff\xe1" + struct.pack(">H", len(block) + 8) + b"Exif\0\0" + block + data[2:]
+    if data[:4] == b"\x89PNG":
+        body = b"eXIf" + block
+        return data[:33] + struct.pack(">I", len(block)) + body + struct.pack(">I", zlib.crc32(body)) + data[33:]
+    bits = struct.unpack_from("<I", data, 21)[0]  # a lossless file: 14 bits width - 1, 14 bits height - 1
+    size = (bits & 0x3FFF).to_bytes(3, "little") + (bits >> 14 & 0x3FFF).to_bytes(3, "little")
+    chunks = b"VP8X" + struct.pack("<II", 10, 0x08) + size + data[12:] + b"EXIF" + struct.pack("<I", len(block)) + block
+    return b"RIFF" + struct.pack("<I", len(chunks) + 4) + b"WEBP" + chunks
+
+
+UPRIGHT = {  # orientation: how the stored picture becomes upright
+    1: lambda a: a,
+    2: np.fliplr,
+    3: lambda a: np.rot90(a, 2),
+    4: np.flipud,
+    5: lambda a: a.swapaxes(0, 1),
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: np.rot90(a, 2).swapaxes(0, 1),
+    8: np.rot90,
+}
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+@pytest.mark.parametrize(("suffix", "order"), [("jpg", "<"), ("jpg", ">"), ("png", ">"), ("webp", "<")])
+def test_exif_orientation(tmp_path: Path, orientation: int, suffix: str, order: str) -> None:
+    noise = cv2.resize(np.random.default_rng(0).integers(0, 256, (3, 5, 3), np.uint8), (40, 24))
+    data = cv2.imencode(f".{suffix}", noise, [cv2.IMWRITE_WEBP_QUALITY, 101])[1].tobytes()
+    stored = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(with_exif(data, exif(orientation, order)))
+    image = read_image(str(path))
+    np.testing.assert_array_equal(image, UPRIGHT[orientation](stored))
+    assert image_size(str(path)) == image.shape[:2]
+    if suffix == "jpg":
+        np.testing.assert_array_equal(image, cv2.imread(str(path)))
+
+
+@pytest.mark.parametrize("value", [0, 9, 65535])
+def test_senseless_orientation_is_ignored(tmp_path: Path, value: int) -> None:
+    data = write_image(tmp_path / "a.jpg").read_bytes()
+    for block in (exif(value), exif(6)[:20], b"II*\0\xff\xff\xff\xff", b"XX", b""):
+        (tmp_path / "a.jpg").write_bytes(with_exif(data, block))
+        assert image_size(str(tmp_path / "a.jpg")) == read_image(str(tmp_path / "a.jpg")).shape[:2] == (24, 32)
+
+
+FORMATS = [
+    *[(suffix, channels, np.uint8) for suffix in ("bmp", "png", "tif", "tiff", "webp") for channels in (1, 3, 4)],
+    *[(suffix, channels, np.uint8) for suffix in ("jpg", "jpeg") for channels in (1, 3)],
+    *[(suffix, channels, np.uint16) for suffix in ("png", "tif") for channels in (1, 3, 4)],
+    *[("pfm", channels, np.float32) for channels in (1, 3)],
+]
+
+
+@pytest.mark.parametrize(("suffix", "channels", "kind"), FORMATS)
+def test_size_agrees_with_pixels(tmp_path: Path, suffix: str, channels: int, kind: type) -> None:
+    values = np.random.default_rng(0).integers(0, 256, (37, 53, channels))
+    path = str(tmp_path / f"a.{suffix}")
+    cv2.imwrite(path, (values * (257 if kind == np.uint16 else 1)).astype(kind))
+    image = read_image(path)
+    assert image_size(path) == image.shape[:2] == (37, 53)
+    assert image.shape == (37, 53, 3)
+    assert image.dtype == np.uint8
+    if suffix in ("png", "tif", "bmp") and channels < 4:
+        np.testing.assert_array_equal(image, np.broadcast_to(values, image.shape))
+
+
+def test_lossy_webp_and_progressive_jpeg(tmp_path: Path) -> None:
+    picture = np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8)
+    cv2.imwrite(str(tmp_path / "a.webp"), picture, [cv2.IMWRITE_WEBP_QUALITY, 50])
+    cv2.imwrite(str(tmp_path / "a.jpg"), picture, [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])
+    assert image_size(str(tmp_path / "a.webp")) == image_size(str(tmp_path / "a.jpg")) == (37, 53)
+
+
+def test_size_behind_long_segments(tmp_path: Path) -> None:
+    """A camera's EXIF with a preview, then a color profile in several segments: the frame header is far inside."""
+    data = write_image(tmp_path / "a.jpg").read_bytes()
+    segment = b"\xff\xe2" + struct.pack(">H", 65535) + b"\0" * 65533
+    preview = exif(6) + data  # has an end mark and a frame header of its own
+    whole = with_exif(data[:2] + segment * 6 + data[2:], preview)
+    path = tmp_path / "b.jpg"
+    path.write_bytes(whole)
+    assert image_size(str(path)) == read_image(str(path)).shape[:2] == (32, 24)
+    path.write_bytes(whole[: -len(data) // 3])
+    with pytest.raises(ImageError, match="b.jpg: is cut short"):
+        image_size(str(path))
+
+
+def test_bytes_behind_the_end_are_no_damage(tmp_path: Path) -> None:
+    data = write_image(tmp_path / "a.jpg").read_bytes()
+    (tmp_path / "a.jpg").write_bytes(data + b"\0" * 5000)
+    assert image_size(str(tmp_path / "a.jpg")) == (24, 32)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "bmp", "tif"])
+def test_damaged_images_are_named(tmp_path: Path, suffix: str) -> None:
+    path = write_image(tmp_path / f"a.{suffix}")
+    data = path.read_bytes()
+    for broken in (b"", data[:1], data[:12], b"not an image" * 9):
+        path.write_bytes(broken)
+        with pytest.raises(ImageError, match=f"a.{suffix}: "):
+            image_size(str(path))
+        with pytest.raises(ImageError, match=f"a.{suffix}: "):
+            read_image(str(path))
+    if suffix in ("jpg", "png"):
+        path.write_bytes(data[: len(data) - 20])
+        with pytest.raises(ImageError, match="is cut short"):
+            image_size(str(path))
+    with pytest.raises(ImageError, match="missing.jpg: No such file"):
+        read_image(str(tmp_path / "missing.jpg"))
+
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+
+CASES = {
+    # text: (rows kept, [(line, value, part of the rule)])
+    "": ([], []),
+    "\n  \n": ([], []),
+    GOOD: ([[0, 0.5, 0.5, 0.2, 0.3]], []),
+    "\ufeff1\t0.5 0.5  1 1\r\n\r\n0 .25 2.5e-1 0.1 0.1": ([[1, 0.5, 0.5, 1, 1], [0, 0.25, 0.25, 0.1, 0.1]], []),
+    "0 0.5 0.5 0.2\n": ([], [(1, "4 columns", "neither 5 columns")]),
+    "0 0.5 0.5 0.2 0.2 0.9\n": ([], [(1, "6 columns", "neither 5 columns")]),
+    "class x y w h\n" + GOOD: ([[0, 0.5, 0.5, 0.2, 0.3]], [(1, "class", "not a number")]),
+    "0 0,5 0.5 0.2 0.3\n": ([], [(1, "0,5", "not a number")]),
+    "0 nan 0.5 0.2 0.3\n": ([], [(1, "nan", "finite")]),
+    "0 inf 0.5 0.2 0.3\n": ([], [(1, "inf", "finite")]),
+    GOOD + "\n1 320 240 100 80\n": ([[0, 0.5, 0.5, 0.2, 0.3]], [(3, "320", "by more than 0.01")]),
+    "0 0.5 -0.02 0.2 0.3\n": ([], [(1, "-0.02", "by more than 0.01")]),
+    "0 1.0021 0.5 0.2 0.2\n": ([[0, 0.95, 0.5, 0.1, 0.2]], [(1, "1.0021", "slightly"), (1, "1.1", "reaches out")]),
+    "0 0.5 0.5 0 0.3\n": ([], [(1, "0", "without width or height")]),
+    "0 0.5 0.5 0.2 -0.005\n": ([], [(1, "-0.005", "slightly"), (1, "0", "without width")]),
+    "0 0.1 0.5 0.4 0.2\n": ([[0, 0.15, 0.5, 0.3, 0.2]], [(1, "-0.1", "reaches out of the image, clipped")]),
+    "0 0.500001 0.5 1.000000 0.2\n": ([[0, 0.500001, 0.5, 1, 0.2]], []),  # rounding in the sixth decimal is no finding
+    GOOD * 3: ([[0, 0.5, 0.5, 0.2, 0.3]], [(2, "0", "repeated"), (3, "0", "repeated")]),
+    "1 0.1 0.2 0.5 0.2 0.3 0.8\n" + GOOD: ([[1, 0.3, 0.5, 0.4, 0.6], [0, 0.5, 0.5, 0.2, 0.3]], []),
+    "1 0.1 0.2 1.005 0.2 0.3 0.8 0.2 0.5\n": ([[1, 0.55, 0.5, 0.9, 0.6]], [(1, "1.005", "slightly")]),
+    "1 0.1 0.2 1.0371 0.2 0.3 0.8\n": ([], [(1, "1.0371", "by more than 0.01")]),
+    "1 0.1 0.2 0.5 0.2 0.3 0.2\n": ([], [(1, "0", "without width or height")]),
+    "1 0.1 0.2 0.5 0.2 0.3 0.8 0.9\n": ([], [(1, "8 columns", "neither 5 columns")]),
+}
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_rules(tmp_path: Path, text: str) -> None:
+    """Row by row, with file, line and value (yolov5#2785, #4798, PR #5210)."""
+    images = make_split(tmp_path, ["1 0.3 0.3 0.1 0.1", text, "0 0.4 0.4 0.1 0.1"])
+    index = build_index([images], 2, cache=False)
+    want, problems = CASES[text]
+    np.testing.assert_allclose(index.labels(1), np.reshape(want, (-1, 5)).astype(np.float32), atol=1e-7)
+    np.testing.assert_allclose(index.labels(0), np.float32([[1, 0.3, 0.3, 0.1, 0.1]]))  # the neighbors are untouched
+    np.testing.assert_allclose(index.labels(2), np.float32([[0, 0.4, 0.4, 0.1, 0.1]]))
+    found = index.report.problems
+    assert [(p.line, p.value) for p in found] == [(line, value) for line, value, _ in problems]
+    for problem, (_, _, part) in zip(found, problems, strict=True):
+        assert problem.file == f"{tmp_path}/labels/train/00001.txt"
+        assert part in problem.rule
+    assert index.report.empty == (not text.strip())
+    assert (images.parent.parent / "labels/train/00001.txt").read_bytes() == text.encode()
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_bad_classes_are_one_error(tmp_path: Path, split: str) -> None:
+    """All files at once, in every split (ultralytics PR #26207 is one of many late index errors)."""
+    images = make_split(tmp_path, ["2 .5 .5 .1 .1", GOOD, GOOD + "0.5 .5 .5 .1 .1\n-1 .5 .5 .1 .1"], split)
+    with pytest.raises(UserError, match=r"from 0 to 1; correct them or the names in the data YAML") as caught:
+        build_index([images], 2, split=split)
+    text = str(caught.value)
+    for part in ("00000.txt:1: 2", "00002.txt:2: 0.5", "00002.txt:3: -1", "2 label files"):
+        assert part in text
+    assert "00001.txt" not in text
+    assert not (tmp_path / ".lockstep").exists()
+
+
+def test_bad_images_are_left_out_and_named(tmp_path: Path) -> None:
+    images = make_split(tmp_path, [GOOD] * 6)
+    data = (images / "00000.jpg").read_bytes()
+    (images / "00001.jpg").write_bytes(b"")
+    (images / "00002.jpg").write_bytes(data[:-9])
+    write_image(images / "00003.jpg", 9, 50)
+    huge = bytearray(write_image(tmp_path / "huge.bmp").read_bytes())
+    huge[18:26] = struct.pack("<ii", 20000, -20000)
+    (images / "00004.bmp").write_bytes(huge)
+    (images / "00004.jpg").unlink()
+    before = {path: path.read_bytes() for path in images.iterdir()}
+    index = build_index([images], 1)
+    assert [Path(index.path(i)).name for i in range(index.n)] == ["00000.jpg", "00005.jpg"]
+    assert index.shapes.tolist() == [[24, 32], [24, 32]]
+    assert index.num_instances == 2
+    report = index.report
+    assert (report.found, report.corrupt, report.total) == (2, 4, 6)
+    assert [Path(problem.file).stem for problem in report.problems] == ["00001", "00002", "00003", "00004"]
+    for part, problem in zip(("cannot be decoded", "cut short", "50 x 9", "20000 x 20000"), report.problems, strict=True):
+        assert part in problem.value
+    assert before == {path: path.read_bytes() for path in images.iterdir()}
+
+
+def test_listed_image_that_is_not_there(tmp_path: Path) -> None:
+    images = make_split(tmp_path, [GOOD])
+    (tmp_path / "list.txt").write_text(f"{images}/00000.jpg\n{images}/gone.jpg\n")
+    index = build_index([tmp_path / "list.txt"], 1)
+    assert index.n == 1
+    assert "gone.jpg: No such file" in "\n".join(index.report.details())
+
+
+def test_label_that_cannot_be_read_is_no_background(tmp_path: Path) -> None:
+    images = make_split(tmp_path, [GOOD, None])
+    (tmp_path / "labels/train/00001.txt").mkdir()
+    index = build_index([images], 1)
+    assert (index.n, index.report.missing, index.report.corrupt) == (1, 0, 1)
+    assert "label file unreadable" in index.report.problems[0].rule
+
+
+def test_report(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    """Missing labels are loud (ultralytics#9161), everything else is one line and some details."""
+    images = make_split(tmp_path, [GOOD * 4, None, None, None, ""])
+    index = build_index([images], 1)
+    assert index.report.summary() == (
+        "5 images: 1 with labels, 3 without a label file, 1 with an empty one, 0 left out; 3 problems"
+    )
+    details = index.report.details(2)
+    assert details[0] == "3 x row repeated, kept once"
+    assert details[1].startswith(f"{tmp_path}/labels/train/00000.txt:2: 0: row repeated")
+    assert details[-1] == "... and 1 more"
+    assert "3 of 5 images in train HAVE NO LABEL FILE" in log.text
+    first = log.text
+    log.clear()
+    build_index([images], 1)  # from the cache file: the same is said
+    assert log.text == first
+
+
+def test_split_without_labels(tmp_path: Path) -> None:
+    images = make_split(tmp_path, [None, ""])
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"no labels in .*{tmp_path}/labels/train/00000.txt"):
+            build_index([images], 1)
+    assert build_index([images], 1, split="val").labels(0).shape == (0, 5)
+
+
+@needs_shared
+def test_real_data_against_golden_figures() -> None:
+    index = build_index([SHARED / "datasets/coco128/images"], 80, cache=False)
+    golden = json.loads((SHARED / "golden/val_batches.json").read_text())
+    sizes = {image["file"]: tuple(image["original_hw"]) for image in golden["images"]}
+    assert {Path(index.path(i)).name: tuple(index.shapes[i]) for i in range(index.n)} == sizes
+    assert (index.report.missing, index.report.problems) == (2, [])
+    for i in range(index.n):
+        file = Path(label_path(index.path(i)))
+        want = np.loadtxt(file, dtype=np.float32, ndmin=2) if file.exists() else np.empty((0, 5))
+        np.testing.assert_array_equal(index.labels(i), want)
+    cells = build_index([SHARED / "datasets/bccd/images/train"], 3, cache=False)
+    assert (cells.n, cells.report.found, cells.report.problems) == (205, 205, [])
+    assert cells.shapes.tolist() == [[480, 640]] * 205
+
+
+# --- index and cache file --------------------------------------------------------------------------------------------
+
+
+def same(a: LabelIndex, b: LabelIndex) -> bool:
+    arrays = all(np.array_equal(a._arrays[name], b._arrays[name]) for name in a._arrays)
+    return arrays and a.images_digest == b.images_digest and a.name == b.name
+
+
+def test_cache_hit_gives_the_same(tmp_path: Path) -> None:
+    images = make_split(tmp_path, [GOOD, None, GOOD * 2, ""])
+    first, second = build_index([images], 1), build_index([images], 1)
+    memory = build_index([images], 1, cache=False)
+    assert memory.file is None
+    assert first.file == second.file
+    assert first.file is not None
+    assert first.file.parent == tmp_path / ".lockstep"
+    assert same(first, second)
+    assert same(first, memory)
+    assert first.report == second.report
+    assert not second.rows.flags.writeable
+    assert not memory.labels(0).flags.writeable
+    assert [path.name for path in first.file.parent.iterdir()] == [first.file.name]
+
+
+def rebuilt(images: Path, file: Path, num_classes: int = 1) -> bool:
+    before = file.stat().st_ino, file.stat().st_mtime_ns
+    index = build_index([images], num_classes)
+    return index.file != file or before != (file.stat().st_ino, file.stat().st_mtime_ns)
+
+
+def test_cache_follows_every_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edits that keep the total size (yolov5#306), other class counts (ultralytics PR #26207), new files and rules."""
+    images = make_split(tmp_path, [GOOD, GOOD, None])
+    label = tmp_path / "labels/train/00001.txt"
+    index = build_index([images], 1)
+    file = index.file
+    assert file is not None
+    assert not rebuilt(images, file)
+    label.write_text(GOOD.replace("0.2", "0.1"))  # same size; time stamps are coarse, so set another one
+    os.utime(label, ns=(0, index.file.stat().st_mtime_ns + 10**9))
+    assert rebuilt(images, file)
+    assert not rebuilt(images, file)
+    (tmp_path / "labels/train/00002.txt").write_text(GOOD)
+    assert rebuilt(images, file)
+    write_image(images / "00000.jpg", 40, 50)
+    assert rebuilt(images, file)
+    assert build_index([images], 1).shapes[0].tolist() == [40, 50]
+    write_image(images / "00007.jpg")
+    assert rebuilt(images, file)
+    assert rebuilt(images, file, num_classes=2)
+    assert not rebuilt(images, file)  # each class count has its own file
+    monkeypatch.setattr(dataset, "RULES_VERSION", dataset.RULES_VERSION + 1)
+    assert rebuilt(images, file)
+
+
+def test_lists_of_one_folder_do_not_share_a_file(tmp_path: Path) -> None:
+    """Train and val list over the same folder (yolov5#2121)."""
+    images = make_split(tmp_path, [GOOD, GOOD * 2])
+    (tmp_path / "a.txt").write_text(f"{images}/00000.jpg\n")
+    (tmp_path / "b.txt").write_text(f"{images}/00001.jpg\n")
+    a, b = build_index([tmp_path / "a.txt"], 1), build_index([tmp_path / "b.txt"], 1)
+    both = build_index([tmp_path / "a.txt", tmp_path / "b.txt"], 1)
+    assert len({a.file, b.file, both.file}) == 3
+    assert build_index([tmp_path / "a.txt"], 1).path(0) == f"{images}/00000.jpg"
+
+
+def test_damaged_cache_is_rebuilt(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    """Whatever byte is wrong or missing: a warning and a new file, never an exception (yolov5#1507)."""
+    images = make_split(tmp_path, [GOOD, None, GOOD * 3])
+    index = build_index([images], 1)
+    file = index.file
+    assert file is not None
+    data = file.read_bytes()
+    damaged = [data[:n] for n in (0, 1, 9, 100, len(data) // 2, len(data) - 1)] + [b"\x80\x04N." * 50]
+    for at in (*range(0, 20), 60, len(data) // 2, len(data) - 70):
+        damaged.append(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
+    for wrong in damaged:
+        file.unlink()
+        file.write_bytes(wrong)
+        log.clear()
+        assert same(build_index([images], 1), index)
+        assert file.read_bytes() == data
+        assert "is damaged" in log.text or not wrong
+
+
+def test_no_python_objects_per_image(tmp_path: Path) -> None:
+    """Lists of objects are copied page by page into every worker (ultralytics#617, #14150)."""
+    counts = []
+    for n in (10, 20, 600):  # the first one also pays for what is imported and kept once
+        images = make_split(tmp_path / str(n), [GOOD] * n)
+        build_index([images], 1)
+        gc.collect()
+        before = len(gc.get_objects())
+        index = build_index([images], 1)
+        gc.collect()
+        counts.append(len(gc.get_objects()) - before)
+        assert index.n == n
+        assert len(pickle.dumps(index)) < 500
+    assert abs(counts[1] - counts[2]) < 5
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_pickle(tmp_path: Path, cache: bool) -> None:
+    images = make_split(tmp_path, [GOOD, None])
+    index = build_index([images], 1, cache=cache)
+    data = pickle.dumps(index)
+    assert same(pickle.loads(data), index)
+    if cache:
+        (images / "00001.jpg").unlink()
+        build_index([images], 1)
+        with pytest.raises(RuntimeError, match="was replaced while it was in use"):
+            pickle.loads(data)
+        assert index.n == 2  # what is mapped stays as it is
+        assert index.path(1).endswith("00001.jpg")
+
+
+def build_and_report(images: Path, barrier: object, queue: object) -> None:
+    barrier.wait()  # type: ignore[attr-defined]
+    index = build_index([images], 1)
+    queue.put((str(index.file), index.num_instances, zlib.crc32(index.rows.tobytes())))  # type: ignore[attr-defined]
+
+
+@needs_fork
+def test_concurrent_builds(tmp_path: Path) -> None:
+    """Four at once write one name (ultralytics#8627)."""
+    assert FORK is not None
+    images = make_split(tmp_path, [GOOD] * 50)
+    barrier, queue = FORK.Barrier(4), FORK.Queue()
+    processes = [FORK.Process(target=build_and_report, args=(images, barrier, queue)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    results = {queue.get(timeout=20) for _ in processes}
+    for process in processes:
+        process.join(20)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert len(results) == 1
+    assert [path.suffix for path in (tmp_path / ".lockstep").iterdir()] == [".index"]
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder that even root cannot write, in which the test has put a data set before; skipped where that can't be."""
+    source, target = tmp_path / "writable", tmp_path / "read_only"
+    make_split(source, [GOOD, GOOD])
+    target.mkdir()
+    if hasattr(os, "geteuid") and os.geteuid() != 0:
+        shutil.copytree(source, target, dirs_exist_ok=True)
+        target.chmod(0o555)
+        yield target
+        target.chmod(0o755)
+        return
+    options = [["mount", "--bind", str(source), str(target)], ["mount", "-o", "remount,bind,ro", str(target)]]
+    if shutil.which("mount") is None or any(subprocess.run(c, capture_output=True).returncode for c in options):
+        pytest.skip("no read-only mounts here")
+    yield target
+    subprocess.run(["umount", str(target)], check=True)
+
+
+def test_read_only_data_set(read_only: Path, user_cache: Path) -> None:
+    first = build_index([read_only / "images/train"], 1)
+    assert first.file is not None
+    assert first.file.parent == user_cache
+    assert not rebuilt(read_only / "images/train", first.file)
+    assert sorted(path.name for path in read_only.iterdir()) == ["images", "labels"]
+
+
+def test_no_place_for_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+    images = make_split(tmp_path, [GOOD])
+    (tmp_path / ".lockstep").touch()  # files where the folders should be
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".lockstep"))
+    index = build_index([images], 1)
+    assert index.file is None
+    assert index.num_instances == 1
+    assert "the label index is not kept for the next run" in log.text
+
+
+def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    file = tmp_path / "x.index"
+    file.write_text("old")
+    stale = tmp_path / "x.index.abc.tmp"
+    stale.touch()
+    os.utime(stale, (0, 0))
+    with pytest.raises(OSError, match="full"), dataset.replacing(file) as descriptor:
+        os.write(descriptor, b"ne")
+        raise OSError("full")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.index"]
+    assert file.read_text() == "old"
+
+
+# --- the scan's processes --------------------------------------------------------------------------------------------
+
+
+@needs_fork
+def test_result_does_not_depend_on_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str | None] = [[GOOD, None, "", "0 2 2 2 2\n" + GOOD, GOOD * 2][i % 5] for i in range(60)]
+    images = make_split(tmp_path, texts)
+    alone = build_index([images], 1, cache=False)
+    monkeypatch.setattr(dataset, "CHUNK", 7)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+    shared = build_index([images], 1, cache=False)
+    assert same(alone, shared)
+    assert len(alone.report.problems) == 24
+
+
+@needs_fork
+def test_worker_that_fails_or_dies_is_an_error() -> None:
+    def fail(item: int) -> dataset._Part:
+        raise KeyError("broken rule")
+
+    def die(item: int) -> dataset._Part:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    with pytest.raises(KeyError, match="broken rule"):
+        list(dataset._parallel(fail, [1, 2, 3, 4], 2))
+    with pytest.raises(RuntimeError, match="ended early"):
+        list(dataset._parallel(die, [1, 2, 3, 4], 2))
+    assert multiprocessing.active_children() == []
+
+
+KILLED = """
+import os, sys, time
+import numpy as np
+from utils import dataset
+def work(item):
+    print(os.getpid(), flush=True)
+    time.sleep(0.05)
+    return dataset._Part(*[np.zeros(100_000)] * 4, [])
+for item, part in dataset._parallel(work, list(range(200)), 2):
+    time.sleep(100)
+"""
+
+
+@needs_fork
+def test_workers_end_with_a_killed_parent() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, cwd=PROJECT)
+    assert parent.stdout is not None
+    workers = set()
+    while len(workers) < 2:
+        workers.add(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    deadline = time.time() + 10
+    while any(alive(pid) for pid in workers):
+        assert time.time() < deadline, "scan workers outlive their parent"
+        time.sleep(0.05)
+    parent.stdout.close()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs; one that ended and was not fetched yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,467 @@
+"""Devices, batch plan, seeds, precision, guarded steps and EMA."""
+
+import copy
+import math
+import os
+import platform
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from utils import torch_utils
+from utils.config import Hyp
+from utils.errors import UserError
+from utils.optim import build_optimizer
+from utils.torch_utils import (
+    BatchPlan,
+    BufferSnapshot,
+    DistEnv,
+    ModelEMA,
+    Precision,
+    all_gather_objects,
+    all_reduce_sum,
+    barrier,
+    broadcast_object,
+    choose_precision,
+    clip_and_check,
+    dist_env,
+    guarded_step,
+    load_checkpoint,
+    memory_usage,
+    parse_device,
+    process_group,
+    rng_state,
+    save_checkpoint,
+    seed_everything,
+    select_device,
+    set_rng_state,
+    split_global_batch,
+)
+
+CPU = torch.device("cpu")
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def names(devices: list[torch.device]) -> list[str]:
+    return [str(device) for device in devices]
+
+
+# devices --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("", ["cuda:0"]),
+        ("auto", ["cuda:0"]),
+        ("cpu", ["cpu"]),
+        (" CPU ", ["cpu"]),
+        ("mps", ["mps"]),
+        (0, ["cuda:0"]),
+        ("3", ["cuda:3"]),
+        ("cuda:0", ["cuda:0"]),
+        ("10", ["cuda:10"]),  # ultralytics/ultralytics#8481: ids of two digits were refused
+        ("0,11", ["cuda:0", "cuda:11"]),
+        ("1, 0", ["cuda:1", "cuda:0"]),
+        ([0, 1], ["cuda:0", "cuda:1"]),
+        (["cuda:2", "cuda:1"], ["cuda:2", "cuda:1"]),
+        ("cuda:0,cuda:1", ["cuda:0", "cuda:1"]),
+        ("cpu,cpu", ["cpu", "cpu"]),
+        ("all", [f"cuda:{i}" for i in range(12)]),
+    ],
+)
+def test_device_flags(flag: str | int | list[str | int], expected: list[str]) -> None:
+    assert names(parse_device(flag, cuda_count=12, has_mps=True)) == expected
+
+
+@pytest.mark.parametrize(
+    ("cuda_count", "has_mps", "expected"), [(2, True, "cuda:0"), (0, True, "mps"), (0, False, "cpu")]
+)
+@pytest.mark.parametrize("flag", ["", "auto"])
+def test_automatic_device(flag: str, cuda_count: int, has_mps: int, expected: str) -> None:
+    assert names(parse_device(flag, cuda_count, bool(has_mps))) == [expected]
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("gpu", "cuda", "cuda:", "cuda:x", "None", "0;1", "01", "1.0", [], ["0", ""], "0,", ","),  # nonsense
+        *("-1", -1, "2", "10", "mps"),  # not there
+        *("0,0", "0,cuda:0", "0,cpu", "cpu,mps", "auto,0", "all,0"),  # twice, or mixed
+    ],
+)
+def test_wrong_device_flags(flag: str | int | list[str | int]) -> None:
+    """One error each, and it names what exists."""
+    with pytest.raises(UserError, match=r"--device .*; here are: cuda:0, cuda:1, cpu$"):
+        parse_device(flag, cuda_count=2, has_mps=False)
+
+
+def test_all_without_a_gpu() -> None:
+    with pytest.raises(UserError, match=r"here are: cpu$"):
+        parse_device("all", cuda_count=0, has_mps=False)
+
+
+def test_several_devices_are_not_available_yet() -> None:
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(UserError, match=r"--device cpu,cpu: .*not available yet"):
+        select_device("cpu,cpu")
+    assert select_device("cpu") == CPU
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+
+
+def test_memory_usage() -> None:
+    """A hundred megabytes more are seen as such."""
+    if not Path("/proc/self/statm").exists():
+        assert memory_usage(CPU) == 0.0
+        return
+    before = memory_usage(CPU)
+    block = torch.ones(25_000_000)
+    assert memory_usage(CPU) - before == pytest.approx(block.numel() * 4e-9, abs=0.03)
+
+
+# ranks ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_world_of_one(no_launcher: pytest.MonkeyPatch) -> None:
+    assert dist_env() == DistEnv(rank=0, local_rank=0, world_size=1, local_world_size=1, device=CPU)
+    with process_group("cpu") as env:
+        assert env.is_main_process
+        assert env.device == CPU
+        tensor = torch.ones(3)
+        assert all_reduce_sum(tensor, env) is tensor
+        assert broadcast_object("x", env) == "x"
+        assert all_gather_objects({"a": 1}, env) == [{"a": 1}]
+        barrier(env)
+
+
+def test_launcher_environment(no_launcher: pytest.MonkeyPatch) -> None:
+    for name, value in zip(LAUNCHER, ("3", "1", "4", "2"), strict=True):
+        no_launcher.setenv(name, value)
+    env = dist_env()
+    assert (env.rank, env.local_rank, env.world_size, env.local_world_size) == (3, 1, 4, 2)
+    assert not env.is_main_process
+    with pytest.raises(UserError, match=r"WORLD_SIZE=4: .*not available yet"), process_group("cpu"):
+        pass
+    no_launcher.setenv("RANK", "4")
+    with pytest.raises(UserError, match=r"RANK=4 .*WORLD_SIZE=4"):
+        dist_env()
+    no_launcher.setenv("RANK", "x")
+    with pytest.raises(UserError, match="RANK=x"):
+        dist_env()
+
+
+@pytest.mark.parametrize(
+    ("batch", "world_size", "local", "accumulate"),
+    [(16, 1, 16, 4), (64, 2, 32, 1), (128, 8, 16, 1), (24, 3, 8, 3), (1, 1, 1, 64), (40, 1, 40, 2), (48, 1, 48, 1)],
+)
+def test_batch_plan(batch: int, world_size: int, local: int, accumulate: int) -> None:
+    assert split_global_batch(batch, world_size, 64) == BatchPlan(batch, local, world_size, 64, accumulate)
+
+
+@pytest.mark.parametrize(
+    ("batch", "world_size", "valid"), [(6, 4, "4 or 8"), (3, 4, "4"), (9, 2, "8 or 10"), (0, 1, "1"), (-1, 3, "3")]
+)
+def test_batch_that_does_not_divide(batch: int, world_size: int, valid: str) -> None:
+    with pytest.raises(UserError, match=rf"--batch-size {batch} .* {world_size}; use {valid}$"):
+        split_global_batch(batch, world_size, 64)
+
+
+# seeds ----------------------------------------------------------------------------------------------------------------
+
+
+def draws() -> list[float]:
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *torch.rand(3).tolist()]
+
+
+def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    """Through a checkpoint, with both kinds of cached gaussians pending."""
+    seed_everything(3, deterministic=True)
+    random.gauss(0, 1)
+    np.random.randn()
+    save_checkpoint({"rng": rng_state()}, tmp_path / "last.pt")
+    expected = draws()
+    seed_everything(4, deterministic=True)
+    assert draws() != expected
+    set_rng_state(load_checkpoint(tmp_path / "last.pt")["rng"])
+    assert draws() == expected
+    seed_everything(4, deterministic=True)
+    first = draws()
+    seed_everything(4, deterministic=True)
+    assert draws() == first
+
+
+def test_deterministic_can_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    seed_everything(0, deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # a user's choice stays
+    seed_everything(0, deterministic=False)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+# precision ------------------------------------------------------------------------------------------------------------
+
+
+def test_precision_of_this_cpu() -> None:
+    flags = Path("/proc/cpuinfo").read_text() if platform.system() == "Linux" else ""
+    has_bf16 = "avx512_bf16" in flags or "amx_bf16" in flags
+    assert choose_precision("auto", CPU) == Precision("bf16" if has_bf16 else "off")
+    assert choose_precision("off", CPU) == Precision("off")
+    with pytest.raises(UserError, match=r"--amp fp16 does not work on this cpu device; use --amp auto or .*off"):
+        choose_precision("fp16", CPU)
+
+
+def test_precision_of_a_cpu_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_utils, "cpu_has_bf16", lambda: False)
+    assert choose_precision("auto", CPU) == Precision("off")
+    with pytest.raises(UserError, match="use --amp auto or off"):
+        choose_precision("bf16", CPU)
+
+
+@pytest.mark.parametrize(("major", "automatic", "usable"), [(9, "bf16", "bf16 fp16 off"), (7, "fp16", "fp16 off")])
+def test_precision_of_gpus(monkeypatch: pytest.MonkeyPatch, major: int, automatic: str, usable: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    gpu = torch.device("cuda", 0)
+    assert choose_precision("auto", gpu).name == automatic
+    for name in usable.split():
+        assert choose_precision(name, gpu).name == name
+    if "bf16" not in usable:
+        with pytest.raises(UserError, match=r"--amp bf16 .*use --amp auto or fp16 or off"):
+            choose_precision("bf16", gpu)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("off", torch.float32)])
+def test_autocast(name: str, dtype: torch.dtype) -> None:
+    precision = Precision(name)
+    with precision.autocast("cpu"):
+        assert nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == dtype
+    assert not precision.make_scaler(CPU).is_enabled()
+    assert Precision("fp16").make_scaler(CPU).is_enabled()
+
+
+# guarded steps --------------------------------------------------------------------------------------------------------
+
+
+def small_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=0.03), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    return net.to(memory_format=torch.channels_last)
+
+
+def snapshot(net: nn.Module, optimizer: torch.optim.Optimizer, ema: ModelEMA) -> dict[str, Tensor]:
+    values = {f"net.{name}": tensor for name, tensor in net.state_dict().items()}
+    values |= {f"ema.{name}": tensor for name, tensor in ema.module.state_dict().items()}
+    for number, state in optimizer.state_dict()["state"].items():
+        values |= {f"optimizer.{number}.{key}": value for key, value in state.items()}
+    return {name: tensor.clone() for name, tensor in values.items()}
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+class Loop:
+    """The part of a training loop that a skipped window goes through."""
+
+    def __init__(self, optimizer: str, scaled: bool) -> None:
+        self.net = small_net()
+        self.optimizer = build_optimizer(self.net, optimizer, Hyp(), split_global_batch(64, 1, 64))
+        self.scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
+        self.ema = ModelEMA(self.net)
+        self.buffers = BufferSnapshot(self.net)
+
+    def window(self, seed: int, poison: float | None = None) -> Tensor:
+        """Two micro-batches and a step; the poison is one pixel of the first."""
+        self.buffers.take()
+        generator = torch.Generator().manual_seed(seed)
+        for micro in range(2):
+            images = torch.randn(4, 3, 6, 6, generator=generator)
+            if poison is not None and micro == 0:
+                images[1, 2, 3, 4] = poison
+            loss = self.net(images).square().sum()
+            self.scaler.scale(loss).backward()
+        found_inf = guarded_step(self.optimizer, list(self.net.parameters()), 10.0, self.scaler)
+        self.buffers.restore(found_inf)
+        self.ema.update(self.net, found_inf)
+        self.optimizer.zero_grad(set_to_none=True)
+        return found_inf
+
+    def values(self) -> dict[str, Tensor]:
+        return snapshot(self.net, self.optimizer, self.ema)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_skipped_window_leaves_no_trace(name: str, poison: float, scaled: bool) -> None:
+    """ultralytics/ultralytics#24615: one NaN spoiled EMA and BatchNorm for good."""
+    loop = Loop(name, scaled)
+    assert loop.window(0).item() == 0
+    before = loop.values()
+    assert loop.window(1, poison).item() == 1
+    after = loop.values()
+    assert before.keys() == after.keys()
+    for key in before:
+        assert bits(before[key]) == bits(after[key]), key
+    assert int(loop.ema.skipped) == 1
+    assert loop.scaler.get_scale() == (512.0 if scaled else 1.0)
+
+    other = Loop(name, scaled)  # which never saw the bad window
+    other.window(0)
+    assert loop.window(2).item() == other.window(2).item() == 0
+    changed = False
+    for key, value in loop.values().items():
+        assert bool(torch.isfinite(value).all()), key
+        if not key.startswith("ema"):  # its decay counts the skipped window
+            assert torch.allclose(value, other.values()[key], rtol=1e-5, atol=1e-7), key  # another loss scale
+            changed |= not torch.equal(value, before[key])
+    assert changed
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """Make torch fill every uninitialized tensor with NaN."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_first_window_skipped(name: str, nan_in_new_memory: None) -> None:
+    """Torch's fused SGD makes its momentum uninitialized at the first step and would use it after a skipped one."""
+    loop, other = Loop(name, scaled=False), Loop(name, scaled=False)
+    assert loop.window(0, float("nan")).item() == 1
+    loop.window(1)
+    other.window(1)
+    for key, value in other.values().items():
+        if not key.startswith("ema"):
+            assert torch.equal(loop.values()[key], value), key
+
+
+def test_optimizer_without_gate() -> None:
+    """An optimizer that knows no found_inf is asked to step only if all is finite."""
+    net = small_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=False)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    before = copy.deepcopy(net.state_dict())
+    for value, expected in ((float("nan"), 1.0), (0.5, 0.0)):
+        for parameter in net.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        assert guarded_step(optimizer, net.parameters(), 10.0, scaler).item() == expected
+        same = all(torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values(), strict=True))
+        assert same == bool(expected)
+
+
+def test_clip() -> None:
+    """Gradients of 3 and 4 have the norm 5; clipped to 1 they keep their direction."""
+    a, b, unused = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    a.grad, b.grad = torch.tensor([3.0]), torch.tensor([4.0])
+    norm, found_inf = clip_and_check([a, b, unused], max_norm=1.0)
+    assert (norm.item(), found_inf.item(), found_inf.dtype) == (5.0, 0.0, torch.float32)
+    assert torch.cat([a.grad, b.grad]).tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
+    a.grad = torch.tensor([3e30])  # finite, its square is not
+    assert clip_and_check([a, b])[1].item() == 1.0
+    a.grad = torch.tensor([3.0])
+    b.grad = torch.tensor([4.0])
+    clip_and_check([a, b], max_norm=10.0)
+    assert (a.grad.item(), b.grad.item()) == (3.0, 4.0)
+
+
+# EMA ------------------------------------------------------------------------------------------------------------------
+
+
+def test_ema_against_a_float64_loop() -> None:
+    """E <- d e + (1 - d) m with d(t) = 0.9999 (1 - exp(-t / 2000)), over every floating entry, buffers included."""
+    net = small_net()
+    ema = ModelEMA(net)
+    expected = {name: tensor.double() for name, tensor in net.state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    for t in range(1, 31):
+        with torch.no_grad():
+            for tensor in net.state_dict().values():
+                if tensor.is_floating_point():
+                    tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.1)
+        net(torch.randn(2, 3, 5, 5, generator=generator))  # moves BatchNorm's statistics and counter
+        ema.update(net, torch.zeros(()) if t % 2 else None)
+        d = 0.9999 * (1 - math.exp(-t / 2000))
+        for name, tensor in net.state_dict().items():
+            expected[name] = d * expected[name] + (1 - d) * tensor.double()
+    assert ema.updates == 30
+    found = ema.module.state_dict()
+    assert found["1.num_batches_tracked"].item() == 30
+    for name in expected:
+        if found[name].is_floating_point():
+            assert torch.allclose(found[name].double(), expected[name], rtol=1e-6, atol=1e-6), name
+
+
+def test_ema_at_full_decay() -> None:
+    """After many updates a step moves the average by the 10,000th part: no less in float32."""
+    net = nn.Linear(4, 4)
+    ema = ModelEMA(net)
+    ema.updates = 1_000_000
+    before = net.weight.detach().clone()
+    with torch.no_grad():
+        net.weight.add_(1.0)
+    ema.update(net)
+    assert torch.allclose(ema.module.state_dict()["weight"] - before, torch.full((4, 4), 1e-4), rtol=2e-3)
+
+
+def test_ema_copy_is_for_evaluation() -> None:
+    net = small_net().train()
+    ema = ModelEMA(net)
+    assert not ema.module.training
+    assert net.training
+    assert not any(parameter.requires_grad for parameter in ema.module.parameters())
+    assert ema.module.state_dict()["0.weight"].stride() == net.state_dict()["0.weight"].stride()
+
+
+def test_ema_of_tied_weights() -> None:
+    """A tensor with two names moves once per update."""
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    net = nn.Sequential(first, second)
+    ema = ModelEMA(net, decay=0.5, tau=1e-9)
+    before = first.weight.detach().clone()
+    with torch.no_grad():
+        first.weight.add_(1.0)
+    ema.update(net)
+    assert torch.allclose(ema.module.state_dict()["1.weight"], before + 0.5)
+
+
+def test_ema_resumes(tmp_path: Path) -> None:
+    """Saved and loaded in the middle, the average ends on the same bits."""
+
+    def move(net: nn.Module, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator))
+
+    net = small_net()
+    ema = ModelEMA(net)
+    for seed in range(3):
+        move(net, seed)
+        ema.update(net, torch.tensor(float(seed == 1)))
+    save_checkpoint({"ema": ema.state_dict()}, tmp_path / "last.pt")
+    resumed = ModelEMA(small_net())
+    resumed.load_state_dict(load_checkpoint(tmp_path / "last.pt")["ema"])
+    move(net, 4)
+    for average in (ema, resumed):
+        average.update(net, torch.zeros(()))
+    assert (resumed.updates, int(resumed.skipped)) == (4, 1)
+    for name, tensor in ema.module.state_dict().items():
+        assert torch.equal(tensor, resumed.module.state_dict()[name]), name

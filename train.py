@@ -1,0 +1,585 @@
+"""Train a detector.
+
+python train.py                                                           on the built-in data, whatever device there is
+python train.py --data my.yaml --cfg yolov5s.yaml --img 640 --batch 32    on your own
+python train.py --resume runs/train/exp                                   go on where a run stopped
+"""
+
+import sys
+
+from utils.config import TrainConfig
+from utils.flags import given_flags
+
+if __name__ == "__main__":
+    given_flags(TrainConfig, sys.argv[1:])  # --help and mistyped flags end here, before torch is imported
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import val
+from models.families import Family, family_of, load_model, weights_of
+from models.yolo import DetectionModel, count_flops, load_state
+from utils.augmentations import resized_shape
+from utils.config import (
+    DataConfig,
+    Hyp,
+    build_config,
+    config_to_dict,
+    find_yaml,
+    load_data,
+    load_hyp,
+    load_yaml,
+)
+from utils.console import EpochProgress, RunClock, duration, format_lines, machine
+from utils.dataloaders import (
+    DetectionDataset,
+    TrainLoader,
+    ValLoader,
+    batch_imgsz,
+    resize_batch,
+    train_loader,
+    val_loader,
+)
+from utils.dataset import LabelIndex, open_split
+from utils.errors import Problems, UserError, run_cli
+from utils.image_cache import ImageCache
+from utils.logging import CsvLog, DeviceMeter, get_logger
+from utils.loss import DetectionLoss
+from utils.metrics import format_table
+from utils.optim import Schedule, build_optimizer, load_optimizer
+from utils.runs import create_run_dir, find_resumable, lockstep_version, versions, write_description
+from utils.torch_utils import (
+    BatchPlan,
+    BufferSnapshot,
+    DistEnv,
+    ModelEMA,
+    NonFiniteError,
+    Precision,
+    all_reduce_sum,
+    broadcast_object,
+    choose_precision,
+    guarded_step,
+    load_checkpoint,
+    load_newest,
+    process_group,
+    rng_state,
+    save_checkpoint,
+    seed_everything,
+    set_rng_state,
+    split_global_batch,
+    strip_checkpoint,
+)
+
+LOSSES = ("box", "obj", "cls")
+COLUMNS = (
+    "epoch",
+    *(f"train/{name}_loss" for name in LOSSES),
+    "metrics/precision",
+    "metrics/recall",
+    "metrics/mAP_0.5",
+    "metrics/mAP_0.5:0.95",
+    *(f"val/{name}_loss" for name in LOSSES),
+    *(f"x/lr{group}" for group in range(3)),
+)
+MAX_GRAD_NORM = 10.0
+RESUMABLE_FLAGS = ("resume", "device", "workers", "cache", "project")  # may differ from the run that is continued
+
+
+@dataclass
+class TrainState:
+    """Where a run is; everything here moves and is saved.
+
+    Attributes:
+        epoch: the one that runs, or is to run next.
+        batch: micro-batches of it that are done.
+        step: optimizer steps so far.
+        since_step: micro-batches since the last step.
+        best_fitness: of all validations so far; -1 before the first.
+        best_epoch: the epoch it was reached in.
+        class_maps: mAP50-95 of each class at the last validation.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    since_step: int = 0
+    best_fitness: float = -1.0
+    best_epoch: int = 0
+    class_maps: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """What the parts of a run hand to each other."""
+
+    config: TrainConfig
+    hyp: Hyp
+    data: DataConfig
+    train_index: LabelIndex
+    val_index: LabelIndex
+    env: DistEnv
+    plan: BatchPlan
+    run_dir: Path
+    imgsz: int
+    family: Family
+    raw_model: DetectionModel
+    model: nn.Module  # the raw model, maybe wrapped
+    criterion: DetectionLoss
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    precision: Precision
+    scaler: torch.amp.GradScaler
+    ema: ModelEMA
+    buffers: BufferSnapshot
+    meter: DeviceMeter
+    state: TrainState
+
+    @property
+    def weights_dir(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.run_dir / "weights"
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a finished run hands back.
+
+    Attributes:
+        run_dir: folder with everything that was written.
+        best_fitness: 0.1 mAP50 + 0.9 mAP50-95 of the best epoch.
+        evaluation: of the best weights; None off rank 0.
+    """
+
+    run_dir: Path
+    best_fitness: float
+    evaluation: val.Evaluation | None
+
+
+def train(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = None) -> Results:
+    """Run one training from start to end. Collective: every rank must call it.
+
+    Args:
+        config: every flag.
+        env: this rank's place.
+        resumed: checkpoint of the run to go on with.
+
+    Raises:
+        UserError: flags, data, network and weights do not fit together; nothing has been trained then.
+    """
+    log = get_logger(env.rank)
+    run = set_up(config, env, resumed)
+    with contextlib.ExitStack() as stack:
+        train_batches, val_batches = open_loaders(run, stack)
+        log.info(header(run))
+
+        # 5. loop ----------------------------------------------------------------------------------------------------
+        results = CsvLog(run.run_dir / "results.csv", COLUMNS, keep_epochs=run.state.epoch)
+        clock = RunClock(config.epochs, run.state.epoch)
+        while run.state.epoch < config.epochs:
+            losses = train_epoch(run, train_batches, clock)
+
+            # 6. epoch end: validation, files, verdict ---------------------------------------------------------------
+            if end_epoch(run, losses, val_batches, results):
+                log.info(f"no better fitness for {config.patience} epochs (--patience): stopping early")
+                break
+
+        # 7. end -----------------------------------------------------------------------------------------------------
+        return finish(run, val_batches, clock)
+
+
+def set_up(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = None) -> Run:
+    """Make everything that a run needs, ready for its next batch. Collective: every rank must call it.
+
+    Raises:
+        UserError: flags, data, network and weights do not fit together; no run folder is made then.
+    """
+    # 1. run: settings, batch plan -----------------------------------------------------------------------------------
+    hyp, data, spec = load_settings(config, resumed)
+    plan = split_global_batch(config.batch_size, env.world_size, config.nbs)
+    precision = choose_precision(config.amp, env.device)
+    deterministic = env.device.type == "cpu" if config.deterministic is None else config.deterministic
+    seed_everything(config.seed, deterministic)
+
+    # 2. data: labels ------------------------------------------------------------------------------------------------
+    train_index, val_index = open_split(data, "train"), open_split(data, "val")
+
+    # 3. model: network, weights, loss, optimizer, schedule, EMA -----------------------------------------------------
+    family = family_of(spec)
+    raw_model = family.build(spec, data.num_classes, data.names)
+    raw_model.to(env.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if config.weights and resumed is None:
+        start_from(raw_model, config.weights)
+    freeze(raw_model, config.freeze)
+    imgsz = fit_imgsz(config.imgsz, raw_model)
+    run = Run(
+        config=config,
+        hyp=hyp,
+        data=data,
+        train_index=train_index,
+        val_index=val_index,
+        env=env,
+        plan=plan,
+        run_dir=open_run_dir(config, env, resumed),
+        imgsz=imgsz,
+        family=family,
+        raw_model=raw_model,
+        model=raw_model,
+        criterion=family.criterion(raw_model, hyp, imgsz, 0.0),
+        optimizer=build_optimizer(raw_model, config.optimizer, hyp, plan),
+        schedule=Schedule(hyp, config.epochs, math.ceil(len(train_index) / plan.global_batch), plan, config.cos_lr),
+        precision=precision,
+        scaler=precision.make_scaler(env.device),
+        ema=ModelEMA(raw_model),
+        buffers=BufferSnapshot(raw_model),
+        meter=DeviceMeter(len(LOSSES), env.device),
+        state=TrainState(),
+    )
+
+    # 4. resume ------------------------------------------------------------------------------------------------------
+    if resumed is not None:
+        load_run_state(run, resumed)
+    elif env.is_main_process:
+        write_description(run.run_dir, config_to_dict(config), config_to_dict(hyp), dataclasses.asdict(plan))
+    return run
+
+
+def train_epoch(run: Run, batches: TrainLoader, clock: RunClock) -> list[float]:
+    """Train on the batches of one epoch that are still to do. Collective: every rank must call it.
+
+    Returns:
+        Mean [box, objectness, class] losses of the epoch.
+    """
+    config, state, schedule, criterion, device = run.config, run.state, run.schedule, run.criterion, run.env.device
+    parameters = [parameter for parameter in run.raw_model.parameters() if parameter.requires_grad]
+    progress = EpochProgress(
+        state.epoch, schedule.batches_per_epoch, state.batch, clock, run.meter, device, run.env.is_main_process
+    )
+    run.model.train()
+    while state.batch < schedule.batches_per_epoch:
+        batch = next(batches)
+        assert (batch.epoch, batch.k) == (state.epoch, state.batch), "loader and run are at different batches"
+        i = state.epoch * schedule.batches_per_epoch + state.batch
+        schedule.apply(run.optimizer, i)
+        if state.since_step == 0:
+            run.buffers.take()
+        state.since_step += 1
+        step_now = schedule.step_now(i, state.since_step)
+
+        images = run.family.inputs.prepare(batch.images.to(device, non_blocking=True))
+        if config.multi_scale:
+            stride = run.raw_model.detect.strides[-1]
+            size = batch_imgsz(config.seed, state.epoch, state.batch, run.imgsz, stride, multi_scale=True)
+            images = resize_batch(images, size, stride)
+        matches = criterion.match(batch.targets, len(images), *images.shape[2:])
+        counts = all_reduce_sum(criterion.counts(matches).to(device, non_blocking=True), run.env)
+        with run.precision.autocast(device.type):
+            outputs = run.model(images)
+        sums = criterion.sums(outputs, [level.to(device) for level in matches])
+        items = criterion.items(sums, counts)
+        # Times N because DDP averages over ranks: the gradient is then that of the global batch, whatever N.
+        run.scaler.scale(items.sum() * run.plan.global_batch * run.plan.world_size).backward()
+
+        if step_now:
+            found_inf = guarded_step(run.optimizer, parameters, MAX_GRAD_NORM, run.scaler)
+            run.buffers.restore(found_inf)
+            run.ema.update(run.raw_model, found_inf)
+            run.optimizer.zero_grad(set_to_none=True)
+            state.step, state.since_step = state.step + 1, 0
+        run.meter.update(items.detach())
+        state.batch += 1
+        progress.advance(run.plan.global_batch, schedule.lr(i)[1], images.shape[2])
+    progress.close()
+    return run.meter.mean()
+
+
+def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, results: CsvLog) -> bool:
+    """Validate, write results and checkpoints, and decide. Collective: every rank must call it.
+
+    Returns:
+        Whether to stop early.
+    """
+    config, state, log = run.config, run.state, get_logger(run.env.rank)
+    epoch, last = state.epoch, state.epoch + 1 == config.epochs
+    rates = run.schedule.lr((epoch + 1) * run.schedule.batches_per_epoch - 1)
+    row: dict[str, float] = dict.fromkeys(COLUMNS, math.nan) | {"epoch": epoch}
+    row |= dict(zip((f"train/{name}_loss" for name in LOSSES), losses, strict=True))
+    row |= {f"x/lr{group}": rate for group, rate in enumerate(rates)}
+
+    better = False
+    if last or not config.noval:
+        evaluation = validate(run, val_batches)
+        if evaluation is not None:
+            metrics = evaluation.metrics
+            row |= dict(zip(COLUMNS[4:8], (metrics.p, metrics.r, metrics.map50, metrics.map), strict=True))
+            row |= dict(zip((f"val/{name}_loss" for name in LOSSES), evaluation.losses, strict=True))
+            better = metrics.fitness > state.best_fitness
+            if better:
+                state.best_fitness, state.best_epoch = metrics.fitness, epoch
+            state.class_maps = metrics.class_maps.tolist()
+            log.info(format_table(metrics.rows(run.data.names)[:1]))
+    if run.ema.skipped:
+        log.warning(f"{int(run.ema.skipped)} optimizer steps so far were skipped: a gradient was not finite")
+    state.epoch, state.batch = epoch + 1, 0
+    run.meter.reset()
+
+    if run.env.is_main_process:
+        save(run, better, last)
+        results.append(row)
+    stop = 0 < config.patience <= epoch - state.best_epoch
+    return broadcast_object(stop and not last, run.env)
+
+
+def validate(run: Run, batches: ValLoader) -> val.Evaluation | None:
+    """Evaluate the averaged weights. Collective: every rank must call it."""
+    return val.evaluate(
+        run.ema.module, run.family, batches, run.val_index, run.data.names, run.env, criterion=run.criterion
+    )
+
+
+def save(run: Run, better: bool, last: bool) -> None:
+    """Write last.pt, and best.pt and epochN.pt where they are due; non-finite weights never replace finite ones."""
+    config, epoch = run.config, run.state.epoch
+    if config.nosave and not last:
+        return
+    also = [run.weights_dir / "best.pt"] if better or not (run.weights_dir / "best.pt").exists() else []
+    if config.save_period > 0 and epoch % config.save_period == 0:
+        also.append(run.weights_dir / f"epoch{epoch}.pt")
+    try:
+        save_checkpoint(run_state(run), run.weights_dir / "last.pt", also)
+    except NonFiniteError as error:
+        get_logger().warning(f"{error}; the checkpoint before it stays")
+
+
+def run_state(run: Run) -> dict[str, Any]:
+    """Return everything that moves, and what it takes to build the run again; the format of our checkpoints."""
+    return {
+        "state": dataclasses.asdict(run.state),
+        "model": run.raw_model.state_dict(),
+        "ema": run.ema.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "scaler": run.scaler.state_dict(),
+        "gradients": None,  # saved at the end of a window only, where they are spent
+        "meter": run.meter.state_dict(),
+        "rng": rng_state(),
+        "spec": run.raw_model.yaml,
+        "names": run.raw_model.names,
+        "config": config_to_dict(run.config),
+        "hyp": config_to_dict(run.hyp),
+        "run_dir": str(run.run_dir),
+        "versions": versions(),
+    }
+
+
+def load_run_state(run: Run, saved: Mapping[str, Any]) -> None:
+    """Put a run where its checkpoint was taken."""
+    run.raw_model.load_state_dict(saved["model"])
+    run.ema.load_state_dict(saved["ema"])
+    load_optimizer(run.optimizer, saved["optimizer"])
+    run.scaler.load_state_dict(saved["scaler"])
+    run.meter.load_state_dict(saved["meter"])
+    run.state = TrainState(**saved["state"])
+    set_rng_state(saved["rng"])
+
+
+def load_settings(config: TrainConfig, resumed: Mapping[str, Any] | None) -> tuple[Hyp, DataConfig, Mapping[str, Any]]:
+    """Read recipe, data set and network; a resumed run keeps its own recipe and network.
+
+    Raises:
+        UserError: lists what is wrong with all of them.
+    """
+    problems = Problems()
+    data = problems.attempt(lambda: load_data(config.data))
+    if resumed is not None:
+        hyp, spec = problems.attempt(lambda: Hyp(**resumed["hyp"])), resumed["spec"]
+    else:
+        hyp = problems.attempt(lambda: load_hyp(config.hyp))
+        source = (lambda: load_yaml(find_yaml(config.cfg, "model"))) if config.cfg else (lambda: weights_spec(config))
+        spec = problems.attempt(source)
+    problems.raise_if_any()
+    assert hyp is not None and data is not None and spec is not None
+    return hyp, data, spec
+
+
+def weights_spec(config: TrainConfig) -> Mapping[str, Any]:
+    """Return the network that ``--weights`` were trained in."""
+    spec = load_checkpoint(Path(config.weights)).get("spec")
+    if spec is None:
+        raise UserError(f"--weights {config.weights} does not say which network it is for; add --cfg")
+    return spec
+
+
+def start_from(raw_model: DetectionModel, weights: str) -> None:
+    """Load ``--weights`` into a network; with another number of classes all but the head."""
+    report = load_state(raw_model, weights_of(load_checkpoint(Path(weights))))
+    left = f"; {len(report.left)} keep their initialization ({next(iter(report.left.values()))})" if report.left else ""
+    get_logger().info(f"weights     {weights}: {report.taken} tensors taken{left}")
+
+
+def freeze(raw_model: DetectionModel, layers: list[int]) -> None:
+    """Stop training some layers: one number N means the first N, several mean exactly these. BatchNorm still adapts."""
+    frozen = set(range(layers[0]) if len(layers) == 1 else layers)
+    outside = sorted(frozen - set(range(len(raw_model.model))))
+    if outside:
+        raise UserError(f"--freeze {outside[0]}: the network has layers 0 to {len(raw_model.model) - 1}")
+    for layer in frozen:
+        raw_model.model[layer].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in raw_model.parameters()):
+        raise UserError(f"--freeze {' '.join(map(str, layers))} leaves nothing to train")
+
+
+def fit_imgsz(imgsz: int, raw_model: DetectionModel) -> int:
+    """Round an image size up to a multiple of the largest stride, twice the stride at least."""
+    stride = raw_model.detect.strides[-1]
+    fitted = max(math.ceil(imgsz / stride), 2) * stride
+    if fitted != imgsz:
+        get_logger().warning(f"--imgsz {imgsz} is not a multiple of the network's stride {stride}; {fitted} is used")
+    return fitted
+
+
+def open_run_dir(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | None) -> Path:
+    """Return the run's folder, made by rank 0. Collective: every rank must call it."""
+    if resumed is not None:
+        return Path(resumed["run_dir"])
+    made = create_run_dir(config.project, config.name, config.exist_ok) if env.is_main_process else Path()
+    return broadcast_object(made, env)
+
+
+def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, ValLoader]:
+    """Open image caches and loaders, all to be closed by the stack."""
+    config, imgsz, env = run.config, run.imgsz, run.env
+    stride = run.raw_model.detect.strides[-1]
+    train_cache = stack.enter_context(contextlib.closing(open_cache(run.train_index, imgsz, config.cache, "linear")))
+    val_cache = stack.enter_context(contextlib.closing(open_cache(run.val_index, imgsz, config.cache, "area")))
+    train_set = DetectionDataset(run.train_index, train_cache, run.hyp, imgsz, config.seed, config.rect)
+    val_set = DetectionDataset(run.val_index, val_cache, None, imgsz)
+    train_batches = train_loader(
+        train_set,
+        run.plan.global_batch,
+        env,
+        config.workers,
+        stride=stride,
+        start_epoch=run.state.epoch,
+        start_batch=run.state.batch,
+    )
+    stack.enter_context(contextlib.closing(train_batches))
+    val_batches = val_loader(val_set, val_batch_of(run), env, config.workers, stride=stride)
+    stack.enter_context(contextlib.closing(val_batches))
+    return train_batches, val_batches
+
+
+def open_cache(index: LabelIndex, imgsz: int, mode: str, interpolation: str) -> ImageCache:
+    """Open the cache of a split's images at training size."""
+    shapes = np.array([resized_shape(*shape, imgsz) for shape in index.shapes.tolist()])
+    return ImageCache.create(index, imgsz, mode, shapes=shapes, interpolation=interpolation)
+
+
+def val_batch_of(run: Run) -> int:
+    """Return the images of a validation batch; no more than of a training batch, so that it needs no more memory."""
+    return run.config.val_batch or min(run.plan.global_batch, 32)
+
+
+def header(run: Run) -> str:
+    """Say what is going to happen, before it does."""
+    config, plan, hyp, schedule = run.config, run.plan, run.hyp, run.schedule
+    parameters = sum(parameter.numel() for parameter in run.raw_model.parameters())
+    trained = sum(parameter.numel() for parameter in run.raw_model.parameters() if parameter.requires_grad)
+    times_seen = schedule.batches_per_epoch * plan.global_batch / len(run.train_index)
+    lines = [
+        ("Lockstep", f"{lockstep_version()}, {machine(run.env.device)}"),
+        ("run", f"{run.run_dir}, seed {config.seed}, {'' if torch.are_deterministic_algorithms_enabled() else 'not '}deterministic"),
+        (
+            "data",
+            f"{run.data.path.name}: {len(run.train_index)} images to train on with {run.train_index.num_instances} objects of "
+            f"{run.data.num_classes} classes, {len(run.val_index)} to validate on"
+            + (f"; an epoch sees each image {times_seen:.1f} times" if times_seen >= 1.5 else ""),
+        ),
+        (
+            "network",
+            f"{Path(config.cfg or config.weights).name}: {parameters:,} parameters"
+            + (f" ({trained:,} trained)" if trained < parameters else "")
+            + f", {count_flops(run.raw_model, run.imgsz) / 1e9:.1f} GFLOPs at {run.imgsz} px",
+        ),
+        (
+            "batch",
+            f"{plan.global_batch} images = {plan.world_size} x {plan.local_batch}, accumulated over {plan.accumulate}: "
+            f"{plan.global_batch * plan.accumulate} images an optimizer step; {val_batch_of(run)} in validation",
+        ),
+        (
+            "schedule",
+            f"{config.epochs} epochs of {schedule.batches_per_epoch} batches, {config.optimizer}, learning rate "
+            f"{hyp.lr0:g} to {hyp.lr0 * hyp.lrf:g} ({'cosine' if config.cos_lr else 'linear'}), "
+            f"warm-up {schedule.warmup} batches",
+        ),
+        ("precision", {"off": "fp32"}.get(run.precision.name, f"{run.precision.name} autocast, fp32 weights")),
+    ]
+    if run.state.epoch:
+        lines.append(("resumed", f"after epoch {run.state.epoch} of {config.epochs}"))
+    return format_lines(lines)
+
+
+def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
+    """Strip best.pt, measure it, and say where everything is. Collective: every rank must call it."""
+    log, best = get_logger(run.env.rank), run.weights_dir / "best.pt"
+    if run.env.is_main_process and best.exists():
+        strip_checkpoint(best, best)
+        load_state(run.ema.module, load_checkpoint(best)["model"], strict=True)
+    evaluation = validate(run, val_batches)
+    if evaluation is not None:
+        log.info(
+            f"\n{duration(clock.elapsed())} of training; best epoch {run.state.best_epoch + 1}, measured once more:\n"
+            f"{format_table(evaluation.metrics.rows(run.data.names))}\n\n"
+            f"weights     {best} to use, {run.weights_dir / 'last.pt'} to resume from\n"
+            f"figures     {run.run_dir / 'results.csv'}\n"
+            f"try         python val.py --weights {best} --data {run.data.path}"
+        )
+    return Results(run.run_dir, run.state.best_fitness, evaluation)
+
+
+def resume_config(given: Mapping[str, Any], run_dir: Path, saved: Mapping[str, Any]) -> TrainConfig:
+    """Return the settings of a run that goes on: its own, but for what may change.
+
+    Args:
+        given: flags of this command line.
+        run_dir: of the run.
+        saved: its checkpoint.
+
+    Raises:
+        UserError: flags that differ and may not, or a run that is finished.
+    """
+    changed = {name for name in given if name not in RESUMABLE_FLAGS and given[name] != saved["config"].get(name)}
+    if changed:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(changed))
+        raise UserError(f"--resume {run_dir}: {flags} differ from the run's own (see {run_dir / 'opt.yaml'}); leave them out")
+    config = build_config(
+        TrainConfig, saved["config"] | {name: value for name, value in given.items() if name in RESUMABLE_FLAGS}
+    )
+    if saved["state"]["epoch"] >= config.epochs:
+        raise UserError(f"--resume {run_dir}: all {config.epochs} epochs are done; nothing is left to resume")
+    return config
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line and train."""
+    given = given_flags(TrainConfig, sys.argv[1:] if argv is None else argv)
+    config, resumed = build_config(TrainConfig, given), None
+    if config.resume:
+        run_dir = find_resumable("" if config.resume is True else config.resume, config.project)
+        resumed, path = load_newest(run_dir / "weights")
+        resumed["run_dir"] = str(run_dir)  # where it is now, not where it was
+        config = resume_config(given, run_dir, resumed)
+        get_logger().info(f"resuming from {path}")
+    with process_group(config.device) as env:
+        train(config, env, resumed)
+
+
+if __name__ == "__main__":
+    run_cli(main)

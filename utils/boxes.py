@@ -1,0 +1,197 @@
+"""Box formats, the IoU family and non-maximum suppression.
+
+Shape letters: B images in a batch, A predictions per image, C classes, K kept detections, N and M boxes.
+Formats: ``xyxy`` corners, ``cxcywh`` center and size. All functions return new arrays.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torchvision
+from torch import Tensor
+
+Boxes = TypeVar("Boxes", Tensor, npt.NDArray[Any])
+
+# Distance in pixels between the classes in one NMS call, larger than any network input. Class ids times this stay
+# exact in fp64; in fp32 the 80th class would already be rounded to 1/16 pixel.
+CLASS_OFFSET = 7680
+
+
+def cxcywh_to_xyxy(boxes: Boxes) -> Boxes:
+    """Convert boxes (..., 4) from cxcywh to xyxy, in whatever unit they have; (0, 4) stays (0, 4)."""
+    cx, cy, half_w, half_h = boxes[..., 0], boxes[..., 1], boxes[..., 2] / 2, boxes[..., 3] / 2
+    return _stack([cx - half_w, cy - half_h, cx + half_w, cy + half_h])
+
+
+def xyxy_to_cxcywh(boxes: Boxes) -> Boxes:
+    """Convert boxes (..., 4) from xyxy to cxcywh, in whatever unit they have; (0, 4) stays (0, 4)."""
+    x1, y1, x2, y2 = boxes[..., 0], boxes[..., 1], boxes[..., 2], boxes[..., 3]
+    return _stack([(x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1])
+
+
+def clip_boxes(boxes: Boxes, height: float, width: float) -> Boxes:
+    """Clip boxes (..., 4) xyxy, pixels, to an image of ``height`` x ``width`` pixels."""
+    x1, y1, x2, y2 = boxes[..., 0], boxes[..., 1], boxes[..., 2], boxes[..., 3]
+    return _stack([x1.clip(0, width), y1.clip(0, height), x2.clip(0, width), y2.clip(0, height)])
+
+
+def scale_boxes(
+    boxes: Boxes, ratio: float, pad_left: float, pad_top: float, original_shape: tuple[float, float]
+) -> Boxes:
+    """Map boxes from the network input back to the original image and clip them to it.
+
+    Args:
+        boxes: (..., 4) xyxy, pixels of the network input.
+        ratio: network pixels per original pixel.
+        pad_left: columns of padding left of the image in the network input.
+        pad_top: rows of padding above it.
+        original_shape: (height, width) of the original image, pixels.
+
+    Returns:
+        (..., 4) xyxy, pixels of the original image.
+    """
+    x1, y1, x2, y2 = boxes[..., 0], boxes[..., 1], boxes[..., 2], boxes[..., 3]
+    unpadded = _stack([x1 - pad_left, y1 - pad_top, x2 - pad_left, y2 - pad_top])
+    return clip_boxes(unpadded / ratio, *original_shape)
+
+
+def box_iou(a: Tensor, b: Tensor) -> Tensor:
+    """Intersection over union of every pair of boxes.
+
+    Args:
+        a: (N, 4) xyxy.
+        b: (M, 4) xyxy, same unit and dtype.
+
+    Returns:
+        (N, M) in [0, 1]; 0 for pairs without area; (0, M) or (N, 0) for empty inputs.
+    """
+    overlap = torch.minimum(a[:, None, 2:], b[None, :, 2:]) - torch.maximum(a[:, None, :2], b[None, :, :2])  # (N, M, 2)
+    intersection = overlap.clamp(min=0).prod(dim=2)  # (N, M)
+    area_a = (a[:, 2:] - a[:, :2]).clamp(min=0).prod(dim=1)
+    area_b = (b[:, 2:] - b[:, :2]).clamp(min=0).prod(dim=1)
+    union = area_a[:, None] + area_b[None, :] - intersection
+    return (intersection / union).nan_to_num(nan=0.0)
+
+
+def ciou(pred: Tensor, target: Tensor, eps: float = 1e-7) -> tuple[Tensor, Tensor]:
+    """IoU and Complete IoU of boxes, row by row (Zheng et al., "Enhancing Geometric Factors ...", 2020, eq. 10-13).
+
+    CIoU = IoU - (center distance / hull diagonal)^2 - alpha v, where v compares the aspect ratios. The weight alpha is
+    a trade-off, not something to optimize, so no gradient flows through it.
+
+    Args:
+        pred: (N, 4) cxcywh.
+        target: (N, 4) cxcywh, same unit and dtype.
+        eps: keeps divisions finite.
+
+    Returns:
+        IoU (N,) in [0, 1] and CIoU (N,) in (-1.5, IoU]; both (0,) for empty inputs.
+    """
+    pred_xyxy, target_xyxy = cxcywh_to_xyxy(pred), cxcywh_to_xyxy(target)
+    pred_size, target_size = pred[:, 2:], target[:, 2:]
+
+    overlap = torch.minimum(pred_xyxy[:, 2:], target_xyxy[:, 2:]) - torch.maximum(pred_xyxy[:, :2], target_xyxy[:, :2])
+    intersection = overlap.clamp(min=0).prod(dim=1)
+    union = pred_size.prod(dim=1) + target_size.prod(dim=1) - intersection + eps
+    iou = intersection / union
+
+    hull = torch.maximum(pred_xyxy[:, 2:], target_xyxy[:, 2:]) - torch.minimum(pred_xyxy[:, :2], target_xyxy[:, :2])
+    diagonal = hull.square().sum(dim=1) + eps
+    distance = (pred[:, :2] - target[:, :2]).square().sum(dim=1)
+
+    # A predicted size may underflow to 0; its aspect must not make the gradient infinite.
+    pred_aspect, target_aspect = (size.clamp(min=eps) for size in (pred_size, target_size))
+    angle = (target_aspect[:, 0] / target_aspect[:, 1]).atan() - (pred_aspect[:, 0] / pred_aspect[:, 1]).atan()
+    aspect = (4 / math.pi**2) * angle.square()
+    with torch.no_grad():
+        alpha = aspect / (1 - iou + aspect + eps)
+    return iou, iou - distance / diagonal - alpha * aspect
+
+
+def non_max_suppression(
+    predictions: Tensor,
+    conf_thres: float,
+    iou_thres: float,
+    *,
+    multi_label: bool,
+    max_det: int = 300,
+    max_candidates: int = 30000,
+    agnostic: bool = False,
+    classes: Sequence[int] | None = None,
+) -> list[Tensor]:
+    """Turn decoded predictions into detections: score, filter, suppress the doubles of each class.
+
+    There is no time limit: what comes out depends on the predictions alone, never on the speed of the machine.
+    Rows with a box that is not finite are dropped. Equal scores keep the order of the predictions.
+
+    Args:
+        predictions: (B, A, 5 + C) [cx, cy, w, h, objectness, C class scores], pixels of the network input, scores in
+            [0, 1]; fp16 and bf16 are computed in fp32.
+        conf_thres: a candidate has objectness x class score above this.
+        iou_thres: of two boxes of one class with an IoU above this the better one stays.
+        multi_label: every (box, class) pair above ``conf_thres`` is a candidate (validation); otherwise the best
+            class of each box only (detection).
+        max_det: detections kept per image.
+        max_candidates: candidates per image that go into the suppression, best first.
+        agnostic: suppress across classes.
+        classes: class ids to keep, applied after the best class of a box is chosen; None keeps all.
+
+    Returns:
+        For each image (K, 6) [x1, y1, x2, y2, conf, class], pixels of the network input, best first; (0, 6) without
+        any candidate.
+    """
+    assert predictions.ndim == 3, f"not (B, A, 5 + C): {tuple(predictions.shape)}"
+    assert predictions.shape[2] > 5, f"no class scores: {tuple(predictions.shape)}"
+    predictions = predictions.detach()
+    predictions = predictions.to(torch.promote_types(predictions.dtype, torch.float32))
+    detections = []
+    for image_predictions in predictions:
+        candidates = _candidates(image_predictions, conf_thres, multi_label, classes)
+        order = candidates[:, 4].argsort(descending=True, stable=True)[:max_candidates]
+        candidates = candidates[order]
+        detections.append(candidates[_nms(candidates, iou_thres, agnostic)[:max_det]])
+    return detections
+
+
+def _candidates(predictions: Tensor, conf_thres: float, multi_label: bool, classes: Sequence[int] | None) -> Tensor:
+    """Score one image's predictions (A, 5 + C); returns (K, 6) [xyxy, conf, class] above the threshold, unsorted."""
+    # Class scores are at most 1, so objectness alone rules most rows out before anything is multiplied.
+    likely = (predictions[:, 4] > conf_thres) & predictions[:, :4].isfinite().all(dim=1)
+    predictions = predictions[likely]
+    scores = predictions[:, 4:5] * predictions[:, 5:]  # (A, C)
+    if multi_label:
+        rows, labels = (scores > conf_thres).nonzero(as_tuple=True)
+        conf = scores[rows, labels]
+    else:
+        conf, labels = scores.max(dim=1)
+        rows = (conf > conf_thres).nonzero(as_tuple=True)[0]
+        conf, labels = conf[rows], labels[rows]
+    boxes = cxcywh_to_xyxy(predictions[rows, :4])
+    candidates = torch.cat([boxes, conf[:, None], labels[:, None].to(boxes.dtype)], dim=1)
+    if classes is not None:
+        candidates = candidates[torch.isin(labels, torch.tensor(classes, dtype=labels.dtype, device=labels.device))]
+    return candidates
+
+
+def _nms(candidates: Tensor, iou_thres: float, agnostic: bool) -> Tensor:
+    """Greedy NMS of candidates (N, 6) [xyxy, conf, class]; returns (K,) kept rows, best first.
+
+    Classes are moved apart by a fixed offset. ``torchvision.ops.batched_nms`` moves them by the largest coordinate,
+    which lets a box left of the image (x < 0) meet one of the class before it, and loses digits in fp32.
+    """
+    precise = torch.float32 if candidates.device.type == "mps" else torch.float64  # MPS has no fp64
+    boxes = candidates[:, :4].to(precise)
+    if not agnostic:
+        boxes = boxes + candidates[:, 5:6].to(precise) * CLASS_OFFSET
+    return torchvision.ops.nms(boxes, candidates[:, 4].to(precise), iou_thres)
+
+
+def _stack(columns: list[Boxes]) -> Boxes:
+    """Join four coordinate columns of shape (...) to boxes (..., 4), of the kind they are."""
+    if isinstance(columns[0], Tensor):
+        return torch.stack(columns, dim=-1)
+    return np.stack(columns, axis=-1)

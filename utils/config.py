@@ -1,0 +1,511 @@
+"""What a run is told: flags, hyperparameters and data sets, each default written once, as a dataclass field.
+
+Imports the standard library and yaml only, so that ``--help`` and a wrong flag cost no torch import.
+``python -m utils.config`` prints the flags as the page docs/flags.md.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import yaml
+
+from utils.errors import Problems, UserError, nearest, report
+from utils.flags import check_values, flag, flags_page, given_flags
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = {"data": ROOT / "data", "hyp": ROOT / "data" / "hyps", "model": ROOT / "models"}
+SPLITS = ("train", "val", "test")
+GENERATORS = ("shapes",)
+
+Config = TypeVar("Config")
+
+
+# Features that YOLOv5 users know and that come later. Named here they are one clear error instead of a silent no-op;
+# delete a line when its feature arrives. Keys: a flag, or a flag with one of its values.
+TRAIN_NOT_YET = {
+    "--sync-bn": "training runs on one device so far, where BatchNorm sees the whole batch anyway",
+    "--no-sync-bn": "training runs on one device so far, where BatchNorm sees the whole batch anyway",
+    "--device A,B": "training runs on one device so far; name a single one, such as 0, cuda:0, mps or cpu",
+    "--batch-size -1": "the batch is not measured so far; give a number",
+    "--cache val": "the image cache holds every split or none; use --cache ram, disk or off",
+    "--noautoanchor": "anchors are never changed so far, so there is nothing to switch off; leave the flag out",
+    "--noplots": "no plots are drawn so far, so there is nothing to switch off; leave the flag out",
+    "--single-cls": "to train on one class, write label files and a data YAML with one class",
+    "--label-smoothing": "class targets are 0 and 1 so far",
+    "--image-weights": "every image is drawn once per epoch so far",
+    "--evolve": "hyperparameters are not searched so far; pick a file with --hyp",
+    "--evolve_population": "hyperparameters are not searched so far; pick a file with --hyp",
+    "--resume_evolve": "hyperparameters are not searched so far; pick a file with --hyp",
+    "--bucket": "results are written to the run folder only; copy that",
+    "--quad": "batches hold single images only; use a larger --imgsz instead",
+    "--entity": "no hosted logger is built in; results are in results.csv",
+    "--upload_dataset": "no hosted logger is built in; results are in results.csv",
+    "--bbox_interval": "no hosted logger is built in; results are in results.csv",
+}
+VAL_NOT_YET = {
+    "--device A,B": "validation runs on one device so far; name a single one, such as 0, cuda:0, mps or cpu",
+    "--task speed": "validation reports figures of a split so far; use --task train, val or test",
+    "--task study": "validation reports figures of a split so far; use --task train, val or test",
+    "--single-cls": "classes are always told apart so far",
+    "--augment": "each image is seen once, as it is",
+    "--save-txt": "detections are scored, not written, so far",
+    "--save-hybrid": "detections are scored, not written, so far",
+    "--save-conf": "detections are scored, not written, so far",
+    "--save-json": "detections are scored, not written, so far",
+    "--half": "networks are measured in full precision so far",
+    "--dnn": "only PyTorch checkpoints are read so far",
+}
+HYP_NOT_YET = {"anchors": "anchors come from the network's YAML so far; delete the key to train with those"}
+
+TRAIN_EXAMPLES = """Train a detector.
+
+examples:
+  python train.py                                         a small network on built-in drawn data
+  python train.py --data my.yaml --cfg yolov5s.yaml --imgsz 640 --epochs 100
+  python train.py --data my.yaml --weights best.pt        start from a checkpoint
+  python train.py --resume                                go on with the newest stopped run"""
+VAL_EXAMPLES = """Measure a checkpoint (--weights) on a split of a data set.
+
+examples:
+  python val.py --weights runs/train/exp/weights/best.pt
+  python val.py --weights best.pt --data my.yaml --imgsz 640 --task test"""
+
+
+@dataclass
+class TrainConfig:
+    """Flags of train.py."""
+
+    script: ClassVar[str] = "train.py"
+    examples: ClassVar[str] = TRAIN_EXAMPLES
+    not_yet: ClassVar[dict[str, str]] = TRAIN_NOT_YET
+
+    weights: str = flag("", "model", "checkpoint to start from; '' = from scratch", metavar="FILE")
+    cfg: str = flag(
+        "yolov5n.yaml", "model", "network YAML; with --weights the checkpoint's own unless given", metavar="FILE"
+    )
+    freeze: list[int] = flag(  # noqa: RUF009
+        [0], "model", "one number N = freeze layers 0 to N-1; several = exactly these", low=0, metavar="N"
+    )
+
+    data: str = flag("shapes.yaml", "data", "data set YAML, a path or the name of a shipped one", metavar="FILE")
+    imgsz: int = flag(
+        320, "data", "image size in pixels, rounded up to a multiple of the stride", "--img", "--img-size", low=32
+    )
+    rect: bool = flag(False, "data", "rectangular batches of similar aspect ratio, without mosaic")
+    multi_scale: bool = flag(False, "data", "another size for each batch, 0.5 to 1.5 times --imgsz")
+    cache: str = flag(
+        "ram", "data", "keep decoded images in memory or on disk", const="ram", choices=("ram", "disk", "off")
+    )
+    workers: int = flag(8, "data", "most loader processes; 0 = load in the training process", low=0)
+
+    epochs: int = flag(30, "training", "passes over the training split", low=1)
+    batch_size: int = flag(16, "training", "images per forward and backward pass, over all devices", "--batch", low=1)
+    nbs: int = flag(64, "training", "nominal batch: gradients are accumulated up to about so many images", low=1)
+    hyp: str = flag("hyp.scratch-low.yaml", "training", "hyperparameter YAML, a path or a shipped name", metavar="FILE")
+    optimizer: str = flag("SGD", "training", "optimizer", choices=("SGD", "Adam", "AdamW"))
+    cos_lr: bool = flag(False, "training", "cosine learning rate schedule instead of a linear one")
+    patience: int = flag(100, "training", "stop after so many epochs without a better fitness; 0 = never", low=0)
+    seed: int = flag(0, "training", "order, augmentation and initial weights follow from it", low=0, high=2**32 - 1)
+    resume: bool | str = flag(
+        False, "training", "go on with a run: its folder or checkpoint, bare the newest", const=True, metavar="RUN"
+    )
+
+    noval: bool = flag(False, "validation", "validate after the last epoch only")
+    val_batch: int = flag(0, "validation", "images per validation batch; 0 = the smaller of --batch-size and 32", low=0)
+
+    device: str = flag("", "device", "cpu, mps, a GPU as 0 or cuda:0, or '' for the best one there is")
+    amp: str = flag("auto", "device", "precision of the forward pass", choices=("auto", "bf16", "fp16", "off"))
+    deterministic: bool | None = flag(None, "device", "bit-identical repeats; on for CPU unless said otherwise")
+
+    project: str = flag("runs/train", "output", "folder of run folders", metavar="FOLDER")
+    name: str = flag("exp", "output", "run folder; exp2, exp3 ... when taken; 'cfg' = the network's name")
+    exist_ok: bool = flag(False, "output", "write into the run folder even if it is there")
+    nosave: bool = flag(False, "output", "save the final checkpoint only")
+    save_period: int = flag(-1, "output", "also keep a checkpoint every so many epochs; below 1 = none", low=-1)
+
+
+@dataclass
+class ValConfig:
+    """Flags of val.py."""
+
+    script: ClassVar[str] = "val.py"
+    examples: ClassVar[str] = VAL_EXAMPLES
+    not_yet: ClassVar[dict[str, str]] = VAL_NOT_YET
+
+    weights: str = flag("", "model", "checkpoint to measure", metavar="FILE")
+
+    data: str = flag("shapes.yaml", "data", "data set YAML, a path or the name of a shipped one", metavar="FILE")
+    task: str = flag("val", "data", "split to measure on", choices=SPLITS)
+    imgsz: int = flag(
+        320, "data", "image size in pixels, rounded up to a multiple of the stride", "--img", "--img-size", low=32
+    )
+    batch_size: int = flag(32, "data", "images per forward pass", "--batch", low=1)
+    workers: int = flag(8, "data", "most loader processes; 0 = load in the main process", low=0)
+
+    conf_thres: float = flag(0.001, "scoring", "least confidence of a detection", low=0, high=1)
+    iou_thres: float = flag(0.6, "scoring", "IoU above which non-maximum suppression drops a box", low=0, high=1)
+    max_det: int = flag(300, "scoring", "most detections per image", low=1)
+    verbose: bool = flag(False, "scoring", "one line per class, however many there are")
+
+    device: str = flag("", "device", "cpu, mps, a GPU as 0 or cuda:0, or '' for the best one there is")
+
+    project: str = flag("runs/val", "output", "folder of run folders", metavar="FOLDER")
+    name: str = flag("exp", "output", "run folder; exp2, exp3 ... when taken")
+    exist_ok: bool = flag(False, "output", "write into the run folder even if it is there")
+
+
+def _gain(default: float, low: float, high: float) -> float:
+    """One hyperparameter as a dataclass field with its inclusive range."""
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+@dataclass
+class Hyp:
+    """Hyperparameters of a recipe; the defaults are the recipe scratch-low, also for keys that a file leaves out."""
+
+    lr0: float = _gain(0.01, 0, 10)  # initial learning rate
+    lrf: float = _gain(0.01, 0, 1)  # final learning rate as a share of lr0
+    momentum: float = _gain(0.937, 0, 0.9999)  # of SGD; beta 1 of Adam
+    weight_decay: float = _gain(0.0005, 0, 1)
+    warmup_epochs: float = _gain(3.0, 0, 1000)
+    warmup_momentum: float = _gain(0.8, 0, 0.9999)
+    warmup_bias_lr: float = _gain(0.1, 0, 10)
+    box: float = _gain(0.05, 0, 1000)  # loss gains
+    cls: float = _gain(0.5, 0, 1000)
+    cls_pw: float = _gain(1.0, 0, 1000)  # weight of positives in the class loss
+    obj: float = _gain(1.0, 0, 1000)
+    obj_pw: float = _gain(1.0, 0, 1000)
+    iou_t: float = _gain(0.2, 0, 1)  # read for YOLOv5's sake; no loss uses it
+    anchor_t: float = _gain(4.0, 1, 100)  # largest side ratio at which a target matches an anchor
+    fl_gamma: float = _gain(0.0, 0, 10)  # focal loss; 0 = off
+    hsv_h: float = _gain(0.015, 0, 1)
+    hsv_s: float = _gain(0.7, 0, 1)
+    hsv_v: float = _gain(0.4, 0, 1)
+    degrees: float = _gain(0.0, 0, 180)
+    translate: float = _gain(0.1, 0, 1)
+    scale: float = _gain(0.5, 0, 0.99)  # factor uniform in 1 +- scale; at 1 an image could vanish
+    shear: float = _gain(0.0, 0, 89)  # degrees
+    perspective: float = _gain(0.0, 0, 0.01)
+    flipud: float = _gain(0.0, 0, 1)  # from here on probabilities
+    fliplr: float = _gain(0.5, 0, 1)
+    mosaic: float = _gain(1.0, 0, 1)
+    mixup: float = _gain(0.0, 0, 1)
+    copy_paste: float = _gain(0.0, 0, 1)  # acts on polygon labels only
+
+
+@dataclass
+class DataConfig:
+    """A data set: where its images are and what its classes are called."""
+
+    path: Path  # the YAML
+    root: Path  # folder that relative split paths start from
+    train: list[Path]  # folders and .txt lists, in the order given
+    val: list[Path]
+    names: list[str]  # index = class id
+    test: list[Path] = field(default_factory=list)
+    download: str | None = None
+    generator: str | None = None  # the data set is drawn, not fetched
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are; class ids are below it."""
+        return len(self.names)
+
+
+def parse_train(argv: Sequence[str] | None = None) -> TrainConfig:
+    """Read train.py's command line (sys.argv by default).
+
+    With mistakes in it the process ends with status 2, and all of them on stderr.
+    """
+    return _parse(TrainConfig, argv)
+
+
+def parse_val(argv: Sequence[str] | None = None) -> ValConfig:
+    """Read val.py's command line (sys.argv by default).
+
+    With mistakes in it the process ends with status 2, and all of them on stderr.
+    """
+    return _parse(ValConfig, argv)
+
+
+def _parse(kind: type[Config], argv: Sequence[str] | None) -> Config:
+    try:
+        return build_config(kind, given_flags(kind, argv))
+    except UserError as error:
+        sys.exit(report(error))
+
+
+def build_config(kind: type[Config], given: Mapping[str, Any]) -> Config:
+    """Make a configuration from typed values, by field name; the rest are defaults.
+
+    Raises:
+        UserError: unknown names, or values of a wrong type or out of range.
+    """
+    problems = Problems()
+    names = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in names:
+            problems.add(f"{name} is not a setting{nearest(name, names)}")
+    check_values(kind, given, problems)
+    problems.raise_if_any()
+    config = kind(**given)
+    if isinstance(config, TrainConfig):
+        if config.weights and "cfg" not in given:
+            config.cfg = ""  # the checkpoint knows its network
+        if config.name == "cfg":
+            config.name = Path(config.cfg or config.weights).stem
+    if isinstance(config, ValConfig) and not config.weights:
+        raise UserError("--weights is missing: name the checkpoint to measure")
+    return config
+
+
+# ---- files ----
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML in which a key may stand once; plain YAML keeps the last one and says nothing."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        seen: list[object] = []
+        for key_node, _ in getattr(node, "value", []):
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key} appears twice", key_node.start_mark)
+            seen.append(key)
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(path: Path) -> dict[Any, Any]:
+    """Read a YAML file that holds a mapping; no code runs, and a key that appears twice is an error.
+
+    Raises:
+        UserError: names the file, and the line where the text is not YAML.
+    """
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a text file in UTF-8") from None
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}{line}: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold keys and values (key: value), not {_yaml_word(content)}")
+    return content
+
+
+def _yaml_word(value: object) -> str:
+    words = {type(None): "nothing", list: "a list", str: "a text", dict: "keys and values"}
+    return words.get(type(value), repr(value))
+
+
+def find_yaml(name: str | Path, kind: str) -> Path:
+    """Find a YAML: as given, else under the project root, else a shipped one by its name; '.yaml' may be left out.
+
+    Args:
+        name: path or name, for example ``my.yaml``, ``data/shapes.yaml`` or ``hyp.scratch-low``.
+        kind: ``data``, ``hyp`` or ``model``.
+
+    Raises:
+        UserError: there is no such file; names the nearest shipped one.
+    """
+    folder = SHIPPED[kind]
+    wanted = Path(name).expanduser()
+    for base in (Path(), ROOT, folder):
+        for candidate in (base / wanted, base / f"{wanted}.yaml"):
+            if candidate.is_file():
+                return candidate.absolute()
+    shipped = sorted(path.name for path in folder.glob("*.yaml"))
+    spelling = {"data": "--data", "hyp": "--hyp", "model": "--cfg"}[kind]
+    hint = nearest(wanted.name, shipped) or f"; shipped are {', '.join(shipped)}"
+    raise UserError(f"{spelling} {name}: there is no such file{hint}")
+
+
+def load_hyp(name: str | Path) -> Hyp:
+    """Read a hyperparameter file, by path or shipped name. Keys that it leaves out have scratch-low's values.
+
+    Raises:
+        UserError: lists unknown keys, values that are not numbers or out of range, keys of a later feature.
+    """
+    path = find_yaml(name, "hyp")
+    content = load_yaml(path)
+    known = [item.name for item in dataclasses.fields(Hyp)]
+    problems, given = Problems(), {}
+    for key, value in content.items():
+        if key in HYP_NOT_YET:
+            problems.add(f"{key} is not available yet: {HYP_NOT_YET[key]}")
+        elif key not in known:
+            problems.add(f"{key} is not a hyperparameter{nearest(key, known)}")
+        else:
+            given[key] = _number(value)
+    check_values(Hyp, given, problems)
+    problems.raise_if_any(str(path))
+    return Hyp(**{key: float(value) for key, value in given.items()})
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-3 (no dot) as text; people mean the number."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+# ---- data sets ----
+
+_DATA_KEYS = ("path", "train", "val", "test", "names", "nc", "download", "generator")
+
+
+def load_data(name: str | Path) -> DataConfig:
+    """Read a data set YAML, by path or shipped name. Nothing is fetched, drawn or looked for on disk yet.
+
+    ``path`` is the root of the splits: absolute, else relative to the YAML's folder, the current folder or the
+    project, the first in which it exists (the project if none: there it will be made). An unknown key is a mistake if
+    it is close to a known one, else a note of the author's.
+
+    Raises:
+        UserError: lists every problem with the file and the key.
+    """
+    path = find_yaml(name, "data")
+    content = load_yaml(path)
+    problems = Problems()
+    _check_data_keys(content, problems)
+    root = _data_root(path, content.get("path"))
+    splits = {split: _split_paths(split, content.get(split), root, problems) for split in SPLITS}
+    names = _class_names(content["names"], problems) if "names" in content else []
+    if "nc" in content and names and content["nc"] != len(names):
+        problems.add(f"nc says {content['nc']} classes, names lists {len(names)}; nc can be left out")
+    problems.raise_if_any(str(path))
+    return DataConfig(
+        path, root, names=names, download=content.get("download"), generator=content.get("generator"), **splits
+    )
+
+
+def check_split_paths(data: DataConfig, splits: Sequence[str] = ("train", "val")) -> dict[str, list[Path]]:
+    """Return the folders and lists of some splits; call it after a built-in data set was drawn.
+
+    Raises:
+        UserError: lists every path that is missing, and each split that the file does not name.
+    """
+    problems = Problems()
+    found: dict[str, list[Path]] = {split: getattr(data, split) for split in splits}
+    for split, paths in found.items():
+        if not paths:
+            problems.add(f"there is no {split} split; add a line {split}: FOLDER")
+        for path in paths:
+            if not path.exists():
+                problems.add(f"{split}: {path} does not exist{_near_path(path, data)}")
+    problems.raise_if_any(str(data.path))
+    return found
+
+
+def _check_data_keys(content: Mapping[Any, Any], problems: Problems) -> None:
+    mistyped = set()
+    for key in content:
+        hint = "" if key in _DATA_KEYS else nearest(key, _DATA_KEYS, alike=0.7)
+        if hint:
+            problems.add(f"{key} is not a key{hint}")
+            mistyped.add(hint)
+    for key in ("train", "val", "names"):
+        if content.get(key) is None and nearest(key, [key]) not in mistyped:
+            problems.add(f"{key} is missing")
+    if content.get("generator") not in (None, *GENERATORS):
+        hint = nearest(content["generator"], GENERATORS)
+        problems.add(f"generator is {' or '.join(GENERATORS)}, not {content['generator']!r}{hint}")
+    for key in ("path", "download"):
+        if not isinstance(content.get(key), str | None):
+            problems.add(f"{key} takes a text, not {_yaml_word(content[key])}")
+
+
+def _data_root(path: Path, value: Any) -> Path:
+    if value is None or not isinstance(value, str):
+        return path.parent
+    wanted = Path(value).expanduser()
+    bases = (path.parent, Path.cwd(), ROOT)
+    return _tidy(next((base / wanted for base in bases if (base / wanted).exists()), ROOT / wanted))
+
+
+def _tidy(path: Path) -> Path:
+    """Make absolute, without '..', but leave links alone: label folders are found by the name the user chose."""
+    return Path(os.path.abspath(path))
+
+
+def _split_paths(split: str, value: Any, root: Path, problems: Problems) -> list[Path]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(text, str) and text for text in values):
+        problems.add(f"{split} takes a folder, a .txt list, or a list of these, not {value!r}")
+        return []
+    return [_tidy(root / Path(text).expanduser()) for text in values]
+
+
+def _class_names(value: Any, problems: Problems) -> list[str]:
+    """Return the class names by id from a list or an id -> name mapping; [] after a problem."""
+    if isinstance(value, dict):
+        ids = range(len(value))
+        wrong = [key for key in value if isinstance(key, bool) or key not in ids]
+        if wrong:
+            problems.add(f"names has the class id {wrong[0]!r}, but ids run from 0 to {len(value) - 1} without gaps")
+            return []
+        value = [value[key] for key in ids]
+    if not isinstance(value, list) or not value:
+        problems.add(
+            f"names takes a list of class names or id: name lines, not {_yaml_word(value) if value else 'nothing'}"
+        )
+        return []
+    for class_id, name in enumerate(value):
+        if isinstance(name, bool) or not isinstance(name, str | int | float) or name == "":
+            problems.add(f"names: class {class_id} is {name!r}, not a text; put words like yes, no, on, null in quotes")
+    return [str(name) for name in value]
+
+
+def _near_path(path: Path, data: DataConfig) -> str:
+    """Return a hint for a split path that is missing, '' if there is none."""
+    if path.is_relative_to(data.root.parent):
+        inside = path.relative_to(data.root.parent)  # what `../train/images` would be without its two dots
+        if not path.is_relative_to(data.root) and (data.root / inside).exists():
+            return f"; did you mean {inside}?"
+    if data.download:
+        return "; its download line is not available yet: fetch the data yourself"
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    return nearest(path.name, siblings)
+
+
+# ---- configurations as plain data ----
+
+
+def config_to_dict(config: TrainConfig | ValConfig | Hyp | DataConfig) -> dict[str, Any]:
+    """Return a configuration as JSON-able values, for checkpoints and for the run folder."""
+    return {name: _plain(value) for name, value in dataclasses.asdict(config).items()}
+
+
+def config_from_dict(kind: type[Config], values: Mapping[str, Any]) -> Config:
+    """Make a configuration of what `config_to_dict` returned.
+
+    Raises:
+        UserError: a name is unknown, or a value is of a wrong type or out of range.
+    """
+    if kind is not DataConfig:
+        return build_config(kind, values)
+    paths = {name: Path(values[name]) for name in ("path", "root")}
+    splits = {split: [Path(text) for text in values[split]] for split in SPLITS}
+    return kind(**{**values, **paths, **splits})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(element) for element in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+if __name__ == "__main__":
+    print(flags_page((TrainConfig, ValConfig)), end="")

@@ -1,0 +1,531 @@
+"""Which image goes to which rank at which step, and what it looks like there.
+
+Order and augmentation are a pure function of (seed, epoch, position in the epoch). Ranks, workers, prefetching, caches
+and restarts do not enter: the sampler says everything about a sample in a ``SampleRequest``, the data set answers it
+without any state, and a sample's random numbers come from a generator of its own.
+
+Shape letters: B images in a batch of this rank, T targets in the batch, H W network input in pixels, n images of the
+split, K batches in an epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from utils import augmentations
+from utils.config import Hyp
+from utils.dataset import LabelIndex, read_image
+from utils.image_cache import ImageCache
+from utils.torch_utils import DistEnv
+
+# A position is a 64-bit word of a generator's counter. No epoch has this many samples, so the topmost ones serve what
+# is drawn once per epoch or batch.
+ORDER_POSITION = 2**64 - 1
+SHAPE_POSITION = 2**64 - 2
+
+PREFETCH_BATCHES = 2  # per worker
+MULTI_SCALE = (0.5, 1.5)  # of the image size
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One sample of a run; equal requests give equal samples.
+
+    Attributes:
+        epoch: 0-based.
+        position: in the epoch, not wrapped: it goes on past n where the epoch's first images fill the last batch.
+        index: of the image in the label index.
+        height: of the network input, pixels.
+        width: of the network input, pixels.
+    """
+
+    epoch: int
+    position: int
+    index: int
+    height: int
+    width: int
+
+
+class Sample(NamedTuple):
+    """The answer to a request.
+
+    Attributes:
+        request: what was asked for.
+        image: (H, W, 3) uint8 BGR.
+        labels: (n, 5) float32 [class, cx, cy, w, h] cxcywhn of the image; (0, 5) without labels.
+        geometry: [h0, w0, ratio, pad_left, pad_top]; see ``Batch``.
+    """
+
+    request: SampleRequest
+    image: np.ndarray
+    labels: np.ndarray
+    geometry: tuple[float, float, float, float, float]
+
+
+class Batch(NamedTuple):
+    """One rank's share of a batch.
+
+    Attributes:
+        images: (B, 3, H, W) uint8 RGB, contiguous.
+        targets: (T, 6) float32 [image, class, cx, cy, w, h], cxcywhn of the network input; image indexes this batch.
+        indices: (B,) int64, the images' places in the label index.
+        epoch: 0-based.
+        k: number of the batch in its epoch (training) or in the split (validation).
+        geometry: (B, 5) float32 [h0, w0, ratio, pad_left, pad_top]: the original's size in pixels, its enlargement and
+            the padding before it in pixels of the network input. Zeros in training.
+    """
+
+    images: Tensor
+    targets: Tensor
+    indices: Tensor
+    epoch: int
+    k: int
+    geometry: Tensor
+
+
+def _generator(seed: int, epoch: int, position: int, batch: int = 0) -> np.random.Generator:
+    """Philox (Salmon et al. 2011) with (seed, epoch) as key and the position in the counter's highest word.
+
+    A stream counts up from there in the lower words, so it would take 2^128 blocks to run into another one's numbers.
+    """
+    key = np.array([seed, epoch], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, batch, position], np.uint64)))
+
+
+def sample_rng(seed: int, epoch: int, position: int) -> np.random.Generator:
+    """All random numbers of the sample at ``position`` (not wrapped) of ``epoch``; seed and epoch are not negative."""
+    assert position < SHAPE_POSITION
+    return _generator(seed, epoch, position)
+
+
+def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
+    """(n,) int64 permutation of the image indices."""
+    return _generator(seed, epoch, ORDER_POSITION).permutation(n)
+
+
+def batch_imgsz(seed: int, epoch: int, k: int, imgsz: int, stride: int, multi_scale: bool) -> int:
+    """Image size of batch ``k``: with ``multi_scale`` a multiple of ``stride`` in [0.5, 1.5] x imgsz, else imgsz."""
+    if not multi_scale:
+        return imgsz
+    low, high = math.ceil(MULTI_SCALE[0] * imgsz / stride), math.floor(MULTI_SCALE[1] * imgsz / stride)
+    return stride * int(_generator(seed, epoch, SHAPE_POSITION, k).integers(low, high, endpoint=True))
+
+
+def resize_batch(images: Tensor, imgsz: int, stride: int) -> Tensor:
+    """Stretch (B, C, H, W) float images bilinearly so that the longer side is ``imgsz``, sides multiples of ``stride``.
+
+    The shorter side is rounded up. Normalized targets stay valid.
+    """
+    height, width = images.shape[2:]
+    longer = max(height, width)
+    shape = [stride * -(-side * imgsz // (longer * stride)) for side in (height, width)]
+    if shape == [height, width]:
+        return images
+    return F.interpolate(images, size=shape, mode="bilinear", align_corners=False)
+
+
+class RectBatches(NamedTuple):
+    """Images batched by aspect ratio.
+
+    Attributes:
+        order: (n,) image indices by rising height / width; equal ones stay in index order.
+        shapes: K pairs (height, width), one for each run of ``batch`` images of ``order``.
+    """
+
+    order: np.ndarray
+    shapes: list[tuple[int, int]]
+
+
+def rect_batches(shapes: np.ndarray, batch: int, imgsz: int, stride: int, pad: float) -> RectBatches:
+    """Sort images by aspect ratio and give each batch the smallest shape that holds its images at ``imgsz``.
+
+    Args:
+        shapes: (n, 2) int [height, width] of the original images.
+        batch: images in a batch; the last one may have fewer.
+        imgsz: longer side of the images, pixels.
+        stride: the batch's sides are multiples of it.
+        pad: added to the sides, in strides, before they are rounded up.
+    """
+    order = np.argsort(shapes[:, 0] / shapes[:, 1], kind="stable")  # the default breaks ties by the kind of CPU
+    return RectBatches(
+        order,
+        [
+            _rect_shape(shapes[order[start]], shapes[order[min(start + batch, len(order)) - 1]], imgsz, stride, pad)
+            for start in range(0, len(order), batch)
+        ],
+    )
+
+
+def _rect_shape(widest: Sequence[int], tallest: Sequence[int], imgsz: int, stride: int, pad: float) -> tuple[int, int]:
+    """Shape of a batch between two originals [height, width]: square unless all its images lie or all stand."""
+    height = width = (1, 1)  # fractions of imgsz; kept as fractions, for a rounding error would cost a whole stride
+    if tallest[0] < tallest[1]:
+        height = (int(tallest[0]), int(tallest[1]))
+    elif widest[0] > widest[1]:
+        width = (int(widest[1]), int(widest[0]))
+    rows, columns = (stride * math.ceil(a * imgsz / (b * stride) + pad) for a, b in (height, width))
+    return rows, columns
+
+
+class TrainBatches:
+    """Endless batches of requests for one rank, epoch after epoch, from any batch of any epoch on.
+
+    Batch k of an epoch is its positions k B to k B + B - 1 over all ranks (B the global batch), and a rank's share a
+    slice of them. The last batch is filled up: from the epoch's start, or with rectangular batches from its own images.
+    Every batch is full on every rank, also when the set is smaller than the batch.
+
+    Args:
+        n: images in the set, at least one.
+        global_batch: images in a batch over all ranks, a multiple of ``world_size``.
+        seed: of the run, not negative.
+        rank: this process.
+        world_size: processes.
+        imgsz: height and width of square batches, pixels.
+        start_epoch: first epoch.
+        start_batch: first batch of the first epoch.
+        rect: shapes of rectangular batches of ``global_batch`` images; their order then changes with the epoch, and who
+            is in which does not.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        global_batch: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        imgsz: int,
+        start_epoch: int = 0,
+        start_batch: int = 0,
+        rect: RectBatches | None = None,
+    ) -> None:
+        assert n > 0, "an empty set"
+        assert global_batch % world_size == 0, f"{global_batch} images over {world_size} ranks"
+        self.n = n
+        self.global_batch = global_batch
+        self.seed = seed
+        self.slots = np.arange(global_batch).reshape(world_size, -1)[rank]
+        self.imgsz = imgsz
+        self.start_epoch = start_epoch
+        self.start_batch = start_batch
+        self.rect = rect
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return -(-self.n // self.global_batch)
+
+    def __iter__(self) -> Iterator[list[SampleRequest]]:
+        epoch, first = self.start_epoch, self.start_batch
+        while True:
+            order = epoch_order(self.n if self.rect is None else len(self), self.seed, epoch)
+            for k in range(first, len(self)):
+                yield self._requests(epoch, k, order)
+            epoch, first = epoch + 1, 0
+
+    def _requests(self, epoch: int, k: int, order: np.ndarray) -> list[SampleRequest]:
+        """This rank's share of batch ``k``; ``order`` permutes the epoch's images or rectangular batches."""
+        positions = k * self.global_batch + self.slots
+        if self.rect is None:
+            shape = (self.imgsz, self.imgsz)
+            indices = order[positions % self.n]
+        else:
+            shape = self.rect.shapes[order[k]]
+            start = order[k] * self.global_batch
+            members = self.rect.order[start : start + self.global_batch]
+            indices = members[self.slots % len(members)]
+        return [
+            SampleRequest(epoch, position, index, *shape)
+            for position, index in zip(positions.tolist(), indices.tolist(), strict=True)
+        ]
+
+
+def val_batches(index: LabelIndex, imgsz: int, batch: int, stride: int, pad: float = 0.5) -> list[list[SampleRequest]]:
+    """All batches of a validation pass, each image once; fixed by split, image size and batch, never by the ranks."""
+    rect = rect_batches(index.shapes, batch, imgsz, stride, pad)
+    requests = [
+        SampleRequest(0, position, image, *rect.shapes[position // batch])
+        for position, image in enumerate(rect.order.tolist())
+    ]
+    return [requests[start : start + batch] for start in range(0, len(requests), batch)]
+
+
+def create_cache(
+    index: LabelIndex, imgsz: int, mode: str, *, train: bool, logger: logging.Logger | None = None
+) -> ImageCache:
+    """A cache for the resized images of a ``DetectionDataset`` on ``index``, which training interpolates otherwise.
+
+    Args:
+        index: of the split.
+        imgsz: longer side of the images, pixels.
+        mode: ``ram``, ``disk`` or ``off``.
+        train: whether the data set has ``hyp``.
+        logger: see ``ImageCache.create``.
+    """
+    shapes = augmentations.resized_shapes(index.shapes, imgsz)
+    interpolation = "linear" if train else "area"
+    return ImageCache.create(index, imgsz, mode, shapes=shapes, interpolation=interpolation, logger=logger)
+
+
+class DetectionDataset(Dataset[Sample]):
+    """Answers requests; without state but for the caches, which never change an answer.
+
+    Args:
+        index: images and labels.
+        cache: of the resized images; see ``create_cache``.
+        hyp: augmentation of training; None for validation.
+        imgsz: longer side of the resized images, pixels.
+        seed: of the run.
+        rect: rectangular training: no mosaic.
+    """
+
+    def __init__(
+        self,
+        index: LabelIndex,
+        cache: ImageCache,
+        hyp: Hyp | None,
+        imgsz: int,
+        seed: int = 0,
+        rect: bool = False,
+    ) -> None:
+        self.index = index
+        self.cache = cache
+        self.hyp = hyp
+        self.imgsz = imgsz
+        self.seed = seed
+        self.rect = rect
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, request: SampleRequest) -> Sample:
+        if self.hyp is None:
+            return self._validation_sample(request)
+        rng = sample_rng(self.seed, request.epoch, request.position)
+        image, labels = self._augmented(request, self.hyp, rng)
+        image = augmentations.adjust_hsv(image, self.hyp, rng)
+        image, labels = augmentations.flip(image, labels, self.hyp, rng)
+        labels = augmentations.labels_to_normalized(labels, request.height, request.width)
+        return Sample(request, image, labels, (0.0, 0.0, 0.0, 0.0, 0.0))
+
+    def load(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Image ``i`` with its longer side at the image size, and its labels.
+
+        The image is (h, w, 3) uint8 BGR and may be the cache's own, not to be written to; the labels are (n, 5)
+        [class, x1, y1, x2, y2] pixels, a copy.
+        """
+        image = self.cache.get(i)
+        if image is None:
+            shrink = cv2.INTER_AREA if self.hyp is None else cv2.INTER_LINEAR
+            image = augmentations.resize_longest(read_image(self.index.path(i)), self.imgsz, shrink)
+            self.cache.put(i, image)
+        return image, augmentations.labels_to_pixels(self.index.labels(i), *image.shape[:2])
+
+    def _augmented(self, request: SampleRequest, hyp: Hyp, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """The geometric part of a training sample: mosaic, maybe mixed with a second one, or a single image."""
+        if self.rect or rng.random() >= hyp.mosaic:
+            image, labels = self.load(request.index)
+            return augmentations.letterbox_warp(image, labels, (request.height, request.width), hyp, rng)
+        sample = self._mosaic(request.index, request.height, hyp, rng)
+        if rng.random() < hyp.mixup:
+            second = self._mosaic(int(rng.integers(len(self))), request.height, hyp, rng)
+            sample = augmentations.mixup(sample, second, rng)
+        return sample
+
+    def _mosaic(self, i: int, side: int, hyp: Hyp, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Image ``i`` with three partners from the whole set, in random places."""
+        members = rng.permutation([i, *rng.integers(len(self), size=3)]).tolist()
+        return augmentations.mosaic([self.load(member) for member in members], side, hyp, rng)
+
+    def _validation_sample(self, request: SampleRequest) -> Sample:
+        """The resized image in the middle of its batch's shape."""
+        image, labels = self.load(request.index)
+        height, width = (int(side) for side in self.index.shapes[request.index])
+        # Boxes use the halves of the padding as they are, pixels the rounded ones: where the padding is odd, boxes are
+        # half a pixel off. Published figures of YOLOv5 are measured so.
+        pad_left, pad_top = (request.width - image.shape[1]) / 2, (request.height - image.shape[0]) / 2
+        labels[:, [1, 3]] += pad_left
+        labels[:, [2, 4]] += pad_top
+        labels = augmentations.labels_to_normalized(labels, request.height, request.width)
+        padded, _, _ = augmentations.letterbox(image, (request.height, request.width))
+        ratio = self.imgsz / max(height, width)
+        return Sample(request, padded, labels, (height, width, ratio, pad_left, pad_top))
+
+
+def collate(samples: Sequence[Sample], batch_size: int) -> Batch:
+    """Join samples of one shape; ``batch_size`` is the batch over all ranks that positions count in."""
+    first = samples[0].request
+    images = torch.empty((len(samples), 3, first.height, first.width), dtype=torch.uint8)
+    planes = images.numpy()
+    for image, sample in zip(planes, samples, strict=True):
+        for channel in range(3):
+            cv2.extractChannel(sample.image, 2 - channel, image[channel])  # BGR -> RGB
+    counts = [len(sample.labels) for sample in samples]
+    targets = np.empty((sum(counts), 6), np.float32)
+    targets[:, 0] = np.repeat(np.arange(len(samples)), counts)
+    targets[:, 1:] = np.concatenate([sample.labels for sample in samples])
+    return Batch(
+        images,
+        torch.from_numpy(targets),
+        torch.tensor([sample.request.index for sample in samples], dtype=torch.int64),
+        first.epoch,
+        first.position // batch_size,
+        torch.tensor([sample.geometry for sample in samples], dtype=torch.float32),
+    )
+
+
+def choose_num_workers(limit: int, local_world_size: int, local_batch: int) -> int:
+    """Loader processes of one rank: at most ``limit``, its share of the cores and its images in a batch; 0 = none."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(limit, max(cores // local_world_size, 1), local_batch)
+
+
+def _init_worker(_worker_id: int) -> None:
+    """One thread per worker; Ctrl-C is the main process's business, which then ends the workers."""
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _data_loader(
+    dataset: DetectionDataset,
+    batches: TrainBatches | list[list[SampleRequest]],
+    batch_size: int,
+    num_workers: int,
+    device: torch.device,
+) -> DataLoader:
+    """PyTorch's loader over batches of requests, with workers that live as long as it does."""
+    parallel = num_workers > 0
+    return DataLoader(
+        dataset,
+        batch_sampler=batches,
+        num_workers=num_workers,
+        collate_fn=partial(collate, batch_size=batch_size),
+        pin_memory=device.type == "cuda",
+        worker_init_fn=_init_worker,
+        multiprocessing_context=("fork" if sys.platform == "linux" else "spawn") if parallel else None,
+        prefetch_factor=PREFETCH_BATCHES if parallel else None,
+        persistent_workers=parallel,
+        generator=torch.Generator(),  # of seeds that nobody uses; each pass would else move PyTorch's global generator
+    )
+
+
+class TrainLoader(Iterator[Batch]):
+    """An endless iterator of training batches; one pass over all epochs, so nothing is set anew between them.
+
+    Args:
+        loader: over ``TrainBatches``.
+
+    Attributes:
+        batches_per_epoch: K.
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.batches_per_epoch = len(loader)
+        self._batches: Iterator[Batch] | None = iter(loader)
+
+    def __next__(self) -> Batch:
+        assert self._batches is not None, "the loader is closed"
+        return next(self._batches)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._batches = None  # PyTorch's iterator joins its workers when its last reference goes
+
+
+class ValLoader:
+    """This rank's batches of a validation pass; every ``iter`` is a new pass with the same workers.
+
+    Args:
+        loader: over the batches of this rank.
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._loader: DataLoader | None = loader
+
+    def __len__(self) -> int:
+        assert self._loader is not None, "the loader is closed"
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        assert self._loader is not None, "the loader is closed"
+        return iter(self._loader)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._loader = None
+
+
+def train_loader(
+    dataset: DetectionDataset,
+    global_batch: int,
+    env: DistEnv,
+    num_workers: int,
+    *,
+    stride: int = 32,
+    start_epoch: int = 0,
+    start_batch: int = 0,
+) -> TrainLoader:
+    """Start loading this rank's share of the training batches.
+
+    Args:
+        dataset: with ``hyp``; its ``rect`` chooses rectangular batches.
+        global_batch: images in a batch over all ranks.
+        env: rank, world size and device of this process.
+        num_workers: loader processes of this rank; see ``choose_num_workers``.
+        stride: sides of rectangular batches are multiples of it.
+        start_epoch: epoch of the first batch.
+        start_batch: number of the first batch in its epoch.
+    """
+    index = dataset.index
+    rect = rect_batches(index.shapes, global_batch, dataset.imgsz, stride, pad=0.0) if dataset.rect else None
+    batches = TrainBatches(
+        len(dataset),
+        global_batch,
+        dataset.seed,
+        env.rank,
+        env.world_size,
+        imgsz=dataset.imgsz,
+        start_epoch=start_epoch,
+        start_batch=start_batch,
+        rect=rect,
+    )
+    return TrainLoader(_data_loader(dataset, batches, global_batch, num_workers, env.device))
+
+
+def val_loader(
+    dataset: DetectionDataset,
+    batch_size: int,
+    env: DistEnv,
+    num_workers: int,
+    *,
+    stride: int = 32,
+    pad: float = 0.5,
+) -> ValLoader:
+    """This rank's share of the validation batches: whole ones, every ``world_size``-th.
+
+    Args:
+        dataset: without ``hyp``.
+        batch_size: images in a batch; every batch is computed by one rank.
+        env: rank, world size and device of this process.
+        num_workers: loader processes of this rank; see ``choose_num_workers``.
+        stride: sides of the batches are multiples of it.
+        pad: see ``rect_batches``.
+    """
+    batches = val_batches(dataset.index, dataset.imgsz, batch_size, stride, pad)[env.rank :: env.world_size]
+    return ValLoader(_data_loader(dataset, batches, batch_size, num_workers, env.device))

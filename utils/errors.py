@@ -1,0 +1,98 @@
+"""Mistakes that a user can mend, and how a script ends when it meets one."""
+
+import difflib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
+
+
+class UserError(ValueError):
+    """A mistake in a flag, a file or the data.
+
+    The message is one clear sentence that names the flag, file or key and the fix. Scripts print it without a traceback
+    and exit with status 2.
+
+    Args:
+        message: what is printed.
+        messages: one sentence per mistake, where several were found together.
+    """
+
+    def __init__(self, message: str, messages: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.messages = list(messages) or [message]
+
+
+class Problems:
+    """Collects mistakes, so that a user sees all of them at once instead of one per try."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.messages)
+
+    def add(self, message: str) -> None:
+        """Remember one problem; the same message is kept once."""
+        if message not in self.messages:
+            self.messages.append(message)
+
+    def attempt(self, action: Callable[[], T]) -> T | None:
+        """Return what an action gives, or remember its UserError and return None."""
+        try:
+            return action()
+        except UserError as error:
+            for message in error.messages:
+                self.add(message)
+            return None
+
+    def raise_if_any(self, where: str = "") -> None:
+        """Raise everything that was found.
+
+        Args:
+            where: stands before each message, for example the file that they are about.
+
+        Raises:
+            UserError: the message itself if there is one problem, a list with one line each if there are several.
+        """
+        messages = [f"{where}: {text}" if where else text for text in self.messages]
+        if len(messages) == 1:
+            raise UserError(messages[0])
+        if messages:
+            raise UserError("\n".join([f"{len(messages)} problems", *(f"- {text}" for text in messages)]), messages)
+
+
+def nearest(word: object, known: Iterable[str], alike: float = 0.6) -> str:
+    """Return ``; did you mean X?`` for the known word that is most alike, '' if none is.
+
+    Args:
+        word: what was typed; upper and lower case count as the same.
+        known: what it may have meant.
+        alike: least likeness, 0 to 1, as difflib measures it.
+    """
+    by_lower = {text.lower(): text for text in known}
+    matches = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=alike)
+    return f"; did you mean {by_lower[matches[0]]}?" if matches else ""
+
+
+def report(error: UserError) -> int:
+    """Print a mistake on stderr, without a traceback, and return the exit status for it."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def run_cli(main: Callable[[], int | None]) -> NoReturn:
+    """Run a script's main function and leave the process with its status.
+
+    Status 2 and a line ``error: ...`` on stderr for a UserError, 130 for Ctrl-C (128 + SIGINT, as shells have it);
+    any other exception keeps its traceback.
+    """
+    try:
+        status = main()
+    except UserError as error:
+        status = report(error)
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        status = 130
+    sys.exit(status)

@@ -1,0 +1,246 @@
+"""Where the fields of a dataclass become a command line: parser, help page, and checks of what was typed.
+
+A class whose fields are flags has the class variables ``script`` (its file), ``examples`` (top of the help page) and
+``not_yet`` (flags, or a flag and one of its values, of features that come later, each with a sentence).
+"""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, field
+from typing import Any, NoReturn
+
+from utils.errors import Problems, UserError, nearest
+
+TYPE_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list[int]: "whole numbers",
+    bool | None: "true, false or nothing",
+    bool | str: "a text, true or false",
+}
+
+
+def flag(default: Any, group: str, text: str, *aliases: str, **metadata: Any) -> Any:
+    """One flag as a dataclass field: its name with dashes, then the aliases.
+
+    Args:
+        default: value without the flag.
+        group: section of the help page.
+        text: what the flag does.
+        *aliases: further spellings, with their dashes.
+        **metadata: ``low``, ``high`` inclusive bounds; ``choices``; ``const`` the value of the bare flag (its own value
+            is then optional); ``metavar``.
+    """
+    metadata |= {"group": group, "text": text, "aliases": aliases}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def given_flags(kind: type[Any], argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return what was typed, by field name, converted to the fields' types; a flag that was not typed is absent.
+
+    Args:
+        kind: dataclass whose fields are flags.
+        argv: the command line without the script's name; None = this process's own.
+
+    Raises:
+        UserError: unknown, unavailable or malformed flags, and values out of range: all of them at once.
+    """
+    parser = _parser(kind)
+    try:
+        return _read(parser, kind, argv)
+    except UserError as error:
+        raise UserError(f"{error}\nsee {parser.prog} --help") from None
+
+
+def check_values(kind: type[Any], given: Mapping[str, Any], problems: Problems) -> None:
+    """Add a problem for each given value of a wrong type, out of its range or of a later feature.
+
+    Args:
+        kind: dataclass of flags, or of plain values with ``low`` and ``high`` in their metadata.
+        given: values by field name; unknown names are left alone.
+        problems: where to add.
+    """
+    not_yet = getattr(kind, "not_yet", {})
+    for item in dataclasses.fields(kind):
+        if item.name not in given:
+            continue
+        value = given[item.name]
+        label = flag_name(item) if "aliases" in item.metadata else item.name
+        if not _has_type(value, item.type):
+            problems.add(f"{label} takes {TYPE_WORDS[item.type]}, not {value!r}")
+        elif f"{label} {value}" in not_yet:
+            problems.add(f"{label} {value} is not available yet: {not_yet[f'{label} {value}']}")
+        elif label == "--device" and ("," in value or value == "all"):
+            problems.add(f"--device {value} is not available yet: {not_yet['--device A,B']}")
+        else:
+            _check_range(label, value, item.metadata, problems)
+
+
+def flag_name(item: Field[Any]) -> str:
+    """Return a field's first spelling on the command line."""
+    return "--" + item.name.replace("_", "-")
+
+
+def flags_page(kinds: Iterable[type[Any]]) -> str:
+    """Return docs/flags.md: every flag of these classes with its default."""
+    lines = ["# Flags", "", "Made by `python -m utils.config > docs/flags.md`; edit `utils/config.py` instead."]
+    for kind in kinds:
+        lines += ["", f"## {kind.script}"]
+        for title, items in _groups(kind).items():
+            lines += ["", f"### {title.capitalize()}", "", "| flag | default | what it does |", "| --- | --- | --- |"]
+            for item in items:
+                spellings = ", ".join(f"`{spelling}`" for spelling in _spellings(item))
+                choices = ": " + ", ".join(f"`{choice}`" for choice in item.metadata.get("choices", ()))
+                text = item.metadata["text"] + choices.rstrip(": ")
+                lines.append(f"| {spellings} | `{_shown_default(item)}` | {text} |")
+        lines += ["", "Not available yet; an error, never ignored:", ""]
+        lines += [f"- `{spelling}`: {reason}" for spelling, reason in kind.not_yet.items()]
+    return "\n".join(lines) + "\n"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message.removeprefix("argument "))
+
+
+class _NotYetAction(argparse.Action):
+    """Swallows a flag of a later feature with its values, so that the other flags are still checked."""
+
+    def __call__(self, parser: object, namespace: Any, values: object, option_string: str | None = None) -> None:
+        namespace.not_yet = [*getattr(namespace, "not_yet", []), option_string]
+
+
+def _parser(kind: type[Any]) -> _Parser:
+    parser = _Parser(
+        prog=f"python {kind.script}",
+        usage="%(prog)s [flags]",
+        description=kind.examples,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=110),
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for title, items in _groups(kind).items():
+        group = parser.add_argument_group(title)
+        for item in items:
+            text = f"{item.metadata['text']} (default: {_shown_default(item)})".replace("%", "%%")
+            group.add_argument(*_spellings(item), dest=item.name, help=text, **_argument(item))
+    for spelling in kind.not_yet:
+        if " " not in spelling:
+            parser.add_argument(spelling, nargs="*", dest="not_yet", action=_NotYetAction, help=argparse.SUPPRESS)
+    # Old launchers pass the local rank as a flag; the environment says it too, and is what counts.
+    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
+    return parser
+
+
+def _argument(item: Field[Any]) -> dict[str, Any]:
+    """Return what argparse is told about a field; values stay text here, so that every wrong one can be reported."""
+    if item.type is bool:
+        return {"action": "store_true"}
+    if item.type == bool | None:
+        return {"action": argparse.BooleanOptionalAction}
+    if "choices" in item.metadata:
+        metavar = "{" + ",".join(item.metadata["choices"]) + "}"
+    else:
+        letters: dict[Any, str] = {int: "N", float: "X"}
+        metavar = item.metadata.get("metavar") or letters.get(_element(item), item.name.upper())
+    if item.type == list[int]:
+        return {"metavar": metavar, "nargs": "+"}
+    if "const" in item.metadata:
+        return {"metavar": metavar, "nargs": "?", "const": item.metadata["const"]}
+    return {"metavar": metavar}
+
+
+def _read(parser: _Parser, kind: type[Any], argv: Sequence[str] | None) -> dict[str, Any]:
+    problems = Problems()
+    namespace, unknown = parser.parse_known_args(argv)
+    typed = vars(namespace)
+    for spelling in typed.get("not_yet", []):
+        problems.add(f"{spelling} is not available yet: {kind.not_yet[spelling]}")
+    _report_unknown(unknown, [spelling for item in dataclasses.fields(kind) for spelling in _spellings(item)], problems)
+    given = {}
+    for item in dataclasses.fields(kind):
+        if item.name in typed:
+            try:
+                given[item.name] = _convert(item, typed[item.name])
+            except ValueError as error:
+                problems.add(str(error))
+    check_values(kind, given, problems)
+    problems.raise_if_any()
+    return given
+
+
+def _report_unknown(unknown: Sequence[str], known: Sequence[str], problems: Problems) -> None:
+    after_unknown_flag = False
+    for word in unknown:
+        is_flag = word.startswith("-")
+        if is_flag:
+            spelling = word.partition("=")[0]
+            problems.add(f"{spelling} is not a flag{nearest(spelling, known)}")
+        elif not after_unknown_flag:  # otherwise it is the unknown flag's value
+            problems.add(f"{word!r} belongs to no flag")
+        after_unknown_flag = is_flag
+
+
+def _convert(item: Field[Any], value: Any) -> Any:
+    """Turn a flag's text into its field's type; switches and bare flags have it already."""
+    convert = _element(item)
+    try:
+        if isinstance(value, list):
+            return [convert(text) for text in value]
+        return convert(value) if isinstance(value, str) else value
+    except ValueError:
+        text = " ".join(value) if isinstance(value, list) else value
+        raise ValueError(f"{flag_name(item)} takes {TYPE_WORDS[item.type]}, not {text!r}") from None
+
+
+def _element(item: Field[Any]) -> Callable[[str], Any]:
+    """Return the type of one value of a field: int, float or str."""
+    kinds: dict[Any, Callable[[str], Any]] = {int: int, list[int]: int, float: float}
+    return kinds.get(item.type, str)
+
+
+def _spellings(item: Field[Any]) -> list[str]:
+    return [flag_name(item), *item.metadata["aliases"]]
+
+
+def _groups(kind: type[Any]) -> dict[str, list[Field[Any]]]:
+    groups: dict[str, list[Field[Any]]] = {}
+    for item in dataclasses.fields(kind):
+        groups.setdefault(item.metadata["group"], []).append(item)
+    return groups
+
+
+def _shown_default(item: Field[Any]) -> str:
+    default = item.default if item.default_factory is MISSING else item.default_factory()
+    if isinstance(default, list):
+        return " ".join(map(str, default))
+    if default is None:
+        return "by device"
+    return "off" if default is False else str(default) or "''"
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    if kind == list[int]:
+        return isinstance(value, list) and all(_has_type(element, int) for element in value)
+    if kind in (int, float):  # True is an int in Python, never a number for a user
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _check_range(label: str, value: Any, metadata: Mapping[str, Any], problems: Problems) -> None:
+    choices = metadata.get("choices")
+    if choices and value not in choices:
+        problems.add(f"{label} is one of {', '.join(choices)}, not {value!r}{nearest(value, choices)}")
+    if "low" not in metadata:
+        return
+    low, high = metadata["low"], metadata.get("high", math.inf)
+    for number in value if isinstance(value, list) else [value]:
+        if not low <= number <= high:  # also true for nan
+            wanted = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+            problems.add(f"{label} must be {wanted}, not {number}")

@@ -1,0 +1,186 @@
+"""Image files: size from the header without decoding, pixels upright by EXIF orientation."""
+
+import contextlib
+import os
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+
+IMAGE_SUFFIXES = frozenset(["bmp", "dng", "jpeg", "jpg", "mpo", "png", "tif", "tiff", "webp", "pfm"])
+
+
+class ImageError(ValueError):
+    """An image file that cannot be used; the message names the file."""
+
+
+class _Header(NamedTuple):
+    """Stored size in pixels, EXIF orientation 1 to 8, where the picture starts, the mark that must follow it."""
+
+    height: int
+    width: int
+    orientation: int = 1
+    start: int = 0
+    end_mark: bytes = b""
+
+
+def _orientation(exif: bytes) -> int:
+    """Orientation 1 to 8 of an EXIF block (TIFF 6.0 layout); 1 where it has none or makes no sense."""
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
+    if order is None:
+        return 1
+    try:
+        (start,) = struct.unpack_from(order + "I", exif, 4)
+        (count,) = struct.unpack_from(order + "H", exif, start)
+        for entry in range(start + 2, start + 2 + 12 * count, 12):
+            tag, kind, _, value = struct.unpack_from(order + "HHIH", exif, entry)
+            if tag == 0x0112 and kind == 3:
+                return value if 1 <= value <= 8 else 1
+    except struct.error:
+        pass
+    return 1
+
+
+def _jpeg(data: bytes) -> _Header:
+    """Walk the segments (ITU T.81, B) to the frame header; EXIF comes before it."""
+    at, orientation = 2, 1
+    while True:
+        while data[at] != 0xFF or data[at + 1] in (0x00, 0xFF):  # fill bytes, and stray ones that decoders skip too
+            at += 1
+        marker = data[at + 1]
+        if marker in (0xD9, 0xDA):
+            raise ImageError("has no frame header")
+        if marker == 0x01 or 0xD0 <= marker <= 0xD8:  # markers that stand alone
+            at += 2
+            continue
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height, width = struct.unpack_from(">HH", data, at + 5)
+            return _Header(height, width, orientation, at, b"\xff\xd9")
+        (length,) = struct.unpack_from(">H", data, at + 2)
+        if marker == 0xE1 and data[at + 4 : at + 10] == b"Exif\0\0" and orientation == 1:
+            orientation = _orientation(data[at + 10 : at + 2 + length])
+        at += 2 + length
+
+
+def _png(data: bytes) -> _Header:
+    """Size from IHDR, orientation from an eXIf chunk before the pixels."""
+    width, height = struct.unpack_from(">II", data, 16)
+    at, orientation = 8, 1
+    while True:
+        length, kind = struct.unpack_from(">I4s", data, at)
+        if kind in (b"IDAT", b"IEND"):
+            return _Header(height, width, orientation, at, b"IEND")
+        if kind == b"eXIf":
+            orientation = _orientation(data[at + 8 : at + 8 + length])
+        at += 12 + length
+
+
+def _webp(data: bytes) -> _Header | None:
+    """Size from the first chunk (RFC 9649), orientation from EXIF behind the pixels; None for animations."""
+    kind = data[12:16]
+    if kind == b"VP8 ":
+        width, height = struct.unpack_from("<HH", data, 26)
+        return _Header(height & 0x3FFF, width & 0x3FFF)
+    if kind == b"VP8L":
+        (bits,) = struct.unpack_from("<I", data, 21)
+        return _Header((bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1)
+    if kind != b"VP8X" or data[20] & 0x02:
+        return None
+    width = 1 + int.from_bytes(data[24:27], "little")
+    height = 1 + int.from_bytes(data[27:30], "little")
+    at = 12
+    while data[20] & 0x08:
+        name, length = struct.unpack_from("<4sI", data, at)
+        if name == b"EXIF":
+            exif = data[at + 8 : at + 8 + length]
+            return _Header(height, width, _orientation(exif.removeprefix(b"Exif\0\0")))
+        at += 8 + length + length % 2
+    return _Header(height, width)
+
+
+def _bmp(data: bytes) -> _Header:
+    """Size from the info header; a negative height means rows from the top."""
+    if struct.unpack_from("<I", data, 14)[0] == 12:  # the old OS/2 header
+        width, height = struct.unpack_from("<HH", data, 18)
+    else:
+        width, height = struct.unpack_from("<ii", data, 18)
+    return _Header(abs(height), abs(width))
+
+
+def _parse_header(data: bytes) -> _Header | None:
+    """Header from the first bytes; None for formats that only decoders know; IndexError or struct.error: too few."""
+    if data[:3] == b"\xff\xd8\xff":
+        return _jpeg(data)
+    if data[:8] == b"\x89PNG\r\n\x1a\n":
+        return _png(data)
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return _webp(data)
+    if data[:2] == b"BM":
+        return _bmp(data)
+    return None
+
+
+def _read_header(read: Callable[[int], bytes]) -> _Header | None:
+    """Header from as few bytes as will do; ``read(limit)`` gives the file's first bytes, all of them for -1."""
+    for limit in (4096, 1 << 18, -1):
+        with contextlib.suppress(IndexError, struct.error):
+            return _parse_header(read(limit))
+    raise ImageError("ends inside its header")
+
+
+def image_size(path: str) -> tuple[int, int]:
+    """Height and width in pixels as ``read_image`` returns them, read from the header where the format allows it.
+
+    Raises:
+        ImageError: no image, an incomplete header, or a file that was cut short.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+
+            def read(limit: int) -> bytes:
+                file.seek(0)
+                return file.read(limit)
+
+            header = _read_header(read)
+            if header is not None and header.end_mark:
+                file.seek(-min(16, file.seek(0, os.SEEK_END)), os.SEEK_END)
+                # Some writers pad behind the end, so only without it close to the end the whole file is searched.
+                if header.end_mark not in file.read() and read(-1).rfind(header.end_mark, header.start) < 0:
+                    raise ImageError("is cut short")
+    except (OSError, ImageError) as error:
+        raise ImageError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    if header is None:
+        height, width = read_image(path).shape[:2]
+        return height, width
+    size = header.height, header.width
+    return size if header.orientation < 5 else size[::-1]
+
+
+def read_image(path: str) -> np.ndarray:
+    """Decode an image to (H, W, 3) BGR uint8, upright by its EXIF orientation, whatever its depth and channels.
+
+    Raises:
+        ImageError: the file is missing, or no image.
+    """
+    try:
+        data = np.fromfile(path, np.uint8)
+        header = _read_header(lambda limit: data[: limit if limit > 0 else None].tobytes())
+        # Orientation is applied here, since OpenCV's versions differ in the formats for which they do it.
+        image = cv2.imdecode(data, cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION) if data.size else None
+    except (OSError, ImageError, cv2.error) as error:
+        raise ImageError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    if image is None:
+        raise ImageError(f"{path}: cannot be decoded")
+    if image.ndim == 2:  # grey PFM files stay grey in spite of the flag
+        image = cv2.cvtColor(image, cv2.COLOR_GRAY2BGR)
+    return _upright(image, header.orientation if header else 1)
+
+
+def _upright(image: np.ndarray, orientation: int) -> np.ndarray:
+    """Undo an EXIF orientation: 5 to 8 swap the axes, then the picture is mirrored in x, y or both."""
+    if orientation >= 5:
+        image = cv2.transpose(image)
+    flip = {2: 1, 3: -1, 4: 0, 6: 1, 7: -1, 8: 0}.get(orientation)
+    return image if flip is None else cv2.flip(image, flip)

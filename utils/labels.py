@@ -1,0 +1,226 @@
+"""Label files: rows as numbers, the rules they must keep, and the report of what was found.
+
+Shape letter: M boxes of many files.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+TOLERANCE = 0.01  # annotation tools round; what leaves the image by up to this share is clipped, beyond it is a mistake
+NOISE = 2e-6  # rounding of labels written with six decimals; neither changed nor reported
+
+
+class Problem(NamedTuple):
+    """One finding: line is 0 where the whole file is meant; value is what stands there; rule says what is done."""
+
+    file: str
+    line: int
+    value: str
+    rule: str
+
+
+@dataclass
+class ScanReport:
+    """What a scan found: images with labels, without a label file, with an empty one, left out; and every problem."""
+
+    found: int = 0
+    missing: int = 0
+    empty: int = 0
+    corrupt: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """Images looked at."""
+        return self.found + self.missing + self.empty + self.corrupt
+
+    def summary(self) -> str:
+        """One line for the log."""
+        text = f"{self.total} images: {self.found} with labels, {self.missing} without a label file"
+        text += f", {self.empty} with an empty one, {self.corrupt} left out"
+        return text + (f"; {len(self.problems)} problems" if self.problems else "")
+
+    def details(self, limit: int = 20) -> list[str]:
+        """Counts per rule, most frequent first, then up to ``limit`` problems with file, line and value."""
+        counts: dict[str, int] = {}
+        for problem in self.problems:
+            counts[problem.rule] = counts.get(problem.rule, 0) + 1
+        lines = [f"{count} x {rule}" for rule, count in sorted(counts.items(), key=lambda item: -item[1])]
+        for file, line, value, rule in self.problems[:limit]:
+            lines.append(f"{file}{f':{line}' if line else ''}: {value}: {rule}")
+        if len(self.problems) > limit:
+            lines.append(f"... and {len(self.problems) - limit} more")
+        return lines
+
+
+def label_path(image: str) -> str:
+    """Label file of an image: the last folder ``images`` becomes ``labels``; beside the image without such a folder."""
+    head, found, tail = image.rpartition("/images/")
+    return (f"{head}/labels/{tail}" if found else image).rpartition(".")[0] + ".txt"
+
+
+class Rows(NamedTuple):
+    """Rows of many label files: image (M,) position, line (M,), box (M, 5) [class, cx, cy, w, h] cxcywhn.
+
+    ``low`` and ``high`` (M,) are the smallest and largest coordinate as written (for polygons, of their points).
+    """
+
+    image: np.ndarray
+    line: np.ndarray
+    box: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+class Verdict(NamedTuple):
+    """Rows that break a rule, (M,) bool; the value to report, (M,); corrected boxes, or None: these rows go."""
+
+    hit: np.ndarray
+    value: np.ndarray
+    box: np.ndarray | None = None
+
+
+def not_finite(rows: Rows) -> Verdict:
+    """NaN and infinity."""
+    return Verdict(~np.isfinite(rows.box).all(1), rows.box.sum(1))
+
+
+def bad_class(rows: Rows, num_classes: int) -> Verdict:
+    """Class ids are whole numbers from 0 to num_classes - 1."""
+    ids = rows.box[:, 0]
+    return Verdict((ids != np.floor(ids)) | (ids < 0) | (ids >= num_classes), ids)
+
+
+def far_outside(rows: Rows) -> Verdict:
+    """Coordinates that are not normalized, or annotated wrongly."""
+    worst = np.where(rows.low < -TOLERANCE, rows.low, rows.high)
+    return Verdict((rows.low < -TOLERANCE) | (rows.high > 1 + TOLERANCE), worst)
+
+
+def slightly_outside(rows: Rows) -> Verdict:
+    """Coordinates beyond 0 or 1 within the tolerance."""
+    box = rows.box.copy()
+    np.clip(box[:, 1:], 0, 1, out=box[:, 1:])
+    return Verdict((rows.low < 0) | (rows.high > 1), np.where(rows.low < 0, rows.low, rows.high), box)
+
+
+def no_area(rows: Rows) -> Verdict:
+    """Boxes without width or height."""
+    smaller = rows.box[:, 3:].min(1)
+    return Verdict(smaller <= 0, smaller)
+
+
+def corners_outside(rows: Rows) -> Verdict:
+    """Boxes whose center is inside while a corner is not."""
+    half = rows.box[:, 3:] / 2
+    corners = np.concatenate((rows.box[:, 1:3] - half, rows.box[:, 1:3] + half), 1)
+    low, high = corners.min(1), corners.max(1)
+    hit = (low < -NOISE) | (high > 1 + NOISE)
+    corners = corners.clip(0, 1)
+    box = rows.box.copy()
+    box[hit, 1:3] = (corners[hit, :2] + corners[hit, 2:]) / 2
+    box[hit, 3:] = corners[hit, 2:] - corners[hit, :2]
+    return Verdict(hit, np.where(-low > high - 1, low, high), box)
+
+
+def repeated(rows: Rows) -> Verdict:
+    """The same class and box once more in the same file."""
+    key = np.empty((len(rows.image), 6), np.float64)
+    key[:, 0], key[:, 1:] = rows.image, rows.box.astype(np.float32)
+    seen: set[bytes] = set()
+    hit = np.zeros(len(key), bool)
+    for k, row in enumerate((key + 0.0).view("V48")[:, 0].tolist()):  # + 0.0: no negative zeros
+        hit[k] = row in seen
+        seen.add(row)
+    return Verdict(hit, rows.box[:, 0])
+
+
+BAD_CLASS = "class id outside the names of the data YAML"
+ROW_RULES: tuple[tuple[str, Callable[[Rows], Verdict]], ...] = (  # in this order, each on what the ones before left
+    ("not a finite number, row left out", not_finite),
+    ("coordinate outside 0 to 1 by more than 0.01, row left out", far_outside),
+    ("coordinate slightly outside 0 to 1, clipped", slightly_outside),
+    ("box without width or height, row left out", no_area),
+    ("box reaches out of the image, clipped", corners_outside),
+    ("row repeated, kept once", repeated),
+)
+NOT_A_NUMBER = "not a number, row left out"
+BAD_COLUMNS = "neither 5 columns (class cx cy w h) nor a polygon (class and 3 or more x y pairs), row left out"
+
+
+def check_rows(rows: Rows, names: Sequence[str], num_classes: int, problems: list[Problem]) -> Rows:
+    """Apply every rule; names are the label files that ``rows.image`` counts. Returns what is left, maybe corrected."""
+    rules = (ROW_RULES[0], (BAD_CLASS, lambda rows: bad_class(rows, num_classes)), *ROW_RULES[1:])
+    for text, rule in rules:
+        hit, value, box = rule(rows)
+        for k in np.flatnonzero(hit):
+            problems.append(Problem(names[rows.image[k]], int(rows.line[k]), f"{value[k]:.6g}", text))
+        if box is not None:
+            rows = rows._replace(box=box)
+        elif hit.any():
+            rows = Rows(*(column[~hit] for column in rows))
+    return rows
+
+
+class RowReader:
+    """Collects the rows of label files as numbers; what cannot be read as numbers becomes a problem."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        self.image: list[int] = []
+        self.line: list[int] = []
+        self.box: list[list[float]] = []
+        self.polygon_range: dict[int, tuple[float, float]] = {}  # row -> smallest and largest coordinate
+
+    def read(self, image: int, name: str, text: bytes) -> bool:
+        """Add the rows of one label file; False if there is nothing but blank lines in it."""
+        blank = True
+        for number, line in enumerate(text.removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
+            words = line.split()
+            if not words:
+                continue
+            blank = False
+            try:
+                values = [*map(float, words)]
+            except ValueError:
+                self._report(name, number, next(word for word in words if not _is_number(word)), NOT_A_NUMBER)
+                continue
+            if len(values) >= 7 and len(values) % 2:
+                values = self._polygon(values)
+            elif len(values) != 5:
+                self._report(name, number, f"{len(values)} columns".encode(), BAD_COLUMNS)
+                continue
+            self.image.append(image)
+            self.line.append(number)
+            self.box.append(values)
+        return not blank
+
+    def _polygon(self, values: list[float]) -> list[float]:
+        """Box around a polygon's points, after these were clipped to the image."""
+        points = np.array(values[1:]).reshape(-1, 2)
+        self.polygon_range[len(self.box)] = points.min(), points.max()
+        points = points.clip(0, 1)
+        low, high = points.min(0), points.max(0)
+        return [values[0], *((low + high) / 2), *(high - low)]
+
+    def _report(self, name: str, line: int, word: bytes, rule: str) -> None:
+        self.problems.append(Problem(name, line, word[:40].decode("utf-8", "backslashreplace"), rule))
+
+    def rows(self) -> Rows:
+        """Everything read so far."""
+        box = np.array(self.box, np.float64).reshape(-1, 5)
+        low, high = (box[:, 1:].min(1), box[:, 1:].max(1)) if len(box) else (np.empty(0), np.empty(0))
+        for row, (smallest, largest) in self.polygon_range.items():
+            low[row], high[row] = smallest, largest
+        return Rows(np.array(self.image, np.int64), np.array(self.line, np.int64), box, low, high)
+
+
+def _is_number(word: bytes) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

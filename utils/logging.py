@@ -1,0 +1,125 @@
+"""Where a run tells what it does: the log, results.csv, and meters that stay on the device."""
+
+import csv
+import logging
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+COLUMN_WIDTH = 20  # as in YOLOv5's results.csv
+
+
+class _Handler(logging.Handler):
+    """Writes to the stdout of the moment, above a progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
+        try:
+            tqdm.write(prefix + self.format(record), file=sys.stdout)
+            sys.stdout.flush()
+        except (OSError, ValueError):  # stdout is closed or its disk full: no reason to end a training run
+            self.handleError(record)
+
+
+def get_logger(rank: int = 0) -> logging.Logger:
+    """Return the logger of this process: plain lines on stdout, on ranks other than 0 warnings only."""
+    logger = logging.getLogger("lockstep")
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False  # a script with its own root handler would see each line twice
+    if not logger.handlers:
+        logger.addHandler(_Handler())
+    return logger
+
+
+class CsvLog:
+    """results.csv: one row per epoch, columns padded so that people can read the file too.
+
+    Args:
+        path: the file; made or cut to the kept rows at once.
+        columns: names in order; the first is ``epoch``.
+        keep_epochs: rows of epochs below it are kept; a resumed run names its first epoch, so that an epoch that is
+            done again has one row (ultralytics/ultralytics#22364, roboflow/rf-detr#1321). 0 = start afresh.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str], keep_epochs: int = 0) -> None:
+        assert columns[0] == "epoch"
+        self.path, self.columns = path, tuple(columns)
+        self.trim(keep_epochs)
+
+    def append(self, row: Mapping[str, float]) -> None:
+        """Add one row; it must have all columns and no others. Floats are cut to six digits."""
+        assert set(row) == set(self.columns), f"columns {sorted(set(row) ^ set(self.columns))} do not match"
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(_line(_cell(row[name]) for name in self.columns))
+
+    def trim(self, epoch: int) -> None:
+        """Remove the rows of this epoch and of later ones, and what is not a whole row (a run may die while it writes).
+
+        Columns are matched by name: those that the file lacks stay empty in the rows that are kept.
+        """
+        lines = [_line(self.columns)]
+        lines += [
+            _line(row.get(name, "") for name in self.columns) for row in self._rows() if int(row["epoch"]) < epoch
+        ]
+        beside = self.path.with_name(f"{self.path.name}.tmp")
+        beside.write_text("".join(lines), encoding="utf-8")
+        os.replace(beside, self.path)
+
+    def _rows(self) -> list[dict[str, str]]:
+        if not self.path.exists():
+            return []
+        text = self.path.read_text(encoding="utf-8")
+        whole_lines = text[: text.rfind("\n") + 1].splitlines()
+        table = [[cell.strip() for cell in line] for line in csv.reader(whole_lines)]
+        header = table[0] if table else []
+        rows = [dict(zip(header, cells, strict=True)) for cells in table[1:] if len(cells) == len(header)]
+        return [row for row in rows if row.get("epoch", "").isdecimal()]
+
+
+def _cell(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.6g}"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return ",".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells) + "\n"
+
+
+class DeviceMeter:
+    """Weighted means of a few values, summed where they are computed, so that a step never waits for the host.
+
+    Args:
+        size: how many values.
+        device: where the sums live.
+    """
+
+    def __init__(self, size: int, device: torch.device | str) -> None:
+        device = torch.device(device)
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        self._sums = torch.zeros(size + 1, dtype=dtype, device=device)  # the last one sums the weights
+
+    def update(self, values: Tensor, weight: float = 1.0) -> None:
+        """Add ``values`` (size,), each with this weight. No host sync."""
+        self._sums[:-1].add_(values.detach().to(self._sums.dtype), alpha=weight)
+        self._sums[-1] += weight
+
+    def mean(self) -> list[float]:
+        """Return the weighted means, nan before the first update. One host sync."""
+        *sums, weight = self._sums.tolist()
+        return [value / weight if weight else float("nan") for value in sums]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._sums.zero_()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the sums on the CPU, for checkpoints."""
+        return {"sums": self._sums.cpu().clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state_dict` returned, also on another device."""
+        self._sums.copy_(state["sums"])

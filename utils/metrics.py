@@ -1,0 +1,355 @@
+"""Detection metrics: matching, average precision, the summary of a validation and the confusion matrix.
+
+Shape letters: N detections in the split, L labels (of one image or of the split), K detections of one image,
+C classes that have labels, T IoU thresholds. Arithmetic is in float64; nothing here knows about ranks.
+Ties are resolved by order: the earlier detection, the earlier label.
+
+How the AP here differs from COCO's (pycocotools), for the same detections:
+    - Both read precision, made non-increasing, at 101 recall points. COCO takes the step function's value at each
+      point and averages 101 values; here the curve is linear between its points, runs from (0, 1) to (1, 0), and the
+      area is summed by trapezoids.
+    - In COCO a detection whose best label is taken falls back to the next one it overlaps enough; here it counts as
+      false (`match_detections`).
+    - COCO's usual figures keep 100 detections an image; here it is whatever non-maximum suppression kept, 300 by
+      default. For a comparison give pycocotools ``maxDets`` 300.
+    Together they come to a few thousandths.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from utils.boxes import box_iou
+
+FloatArray = npt.NDArray[np.floating[Any]]
+IntArray = npt.NDArray[np.integer[Any]]
+BoolArray = npt.NDArray[np.bool_]
+ClassIds = npt.NDArray[np.number[Any]]  # whole numbers of any dtype: rows of boxes carry them as floats
+
+# Quotients, not a linspace: 0.6 is then the same number as an IoU of 3 / 5.
+IOU_THRESHOLDS = np.arange(50, 100, 5) / 100
+
+RECALL_POINTS = np.linspace(0, 1, 101)  # where AP samples the precision-recall curve, as COCO does
+CURVE_POINTS = np.linspace(0, 1, 1000)  # confidences (or recalls) of the curves that are kept
+SMOOTHING = 101  # points of the moving average over the mean F1 curve: a tenth of it, odd
+TINY = 1e-16  # keeps 0 / 0 at 0
+
+
+def match_detections(detections: FloatArray, labels: FloatArray, iou_thresholds: FloatArray) -> BoolArray:
+    """Decide which detections of one image are true positives, at each IoU threshold by itself.
+
+    A detection points at the label of its class that it overlaps most, if that IoU reaches the threshold. Of the
+    detections that point at one label the most confident is the true positive. The others are false: there is no
+    second choice.
+
+    Args:
+        detections: (K, 6) [x1, y1, x2, y2, conf, class], pixels of the original image, clipped to it.
+        labels: (L, 5) [class, x1, y1, x2, y2], pixels of the original image.
+        iou_thresholds: (T,) in (0, 1].
+
+    Returns:
+        (K, T), true where the detection is a true positive; all false without labels.
+    """
+    true_positive = np.zeros((len(detections), len(iou_thresholds)), dtype=bool)
+    if len(detections) == 0 or len(labels) == 0:
+        return true_positive
+    order = np.argsort(-detections[:, 4], kind="stable")
+    ranked = detections[order]
+    iou = np.where(ranked[:, 5:6] == labels[None, :, 0], _pairwise_iou(ranked[:, :4], labels[:, 1:]), 0.0)  # (K, L)
+    pointed = iou.argmax(axis=1)
+    rows, columns = np.nonzero(iou.max(axis=1)[:, None] >= iou_thresholds)
+    # Rows come in falling confidence, so the first one of a (label, threshold) pair is its most confident detection.
+    _, first = np.unique(pointed[rows] * len(iou_thresholds) + columns, return_index=True)
+    true_positive[order[rows[first]], columns[first]] = True
+    return true_positive
+
+
+def _pairwise_iou(a: FloatArray, b: FloatArray) -> FloatArray:
+    """IoU (N, M) of xyxy boxes (N, 4) and (M, 4), in float64."""
+    return box_iou(torch.from_numpy(a.astype(np.float64)), torch.from_numpy(b.astype(np.float64))).numpy()
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What is plotted, at IoU 0.5, sampled at ``CURVE_POINTS`` (1000).
+
+    Attributes:
+        precision: (C, 1000) over confidence.
+        recall: (C, 1000) over confidence.
+        f1: (C, 1000) over confidence.
+        precision_at_recall: (C, 1000) over recall, made non-increasing.
+    """
+
+    precision: FloatArray
+    recall: FloatArray
+    f1: FloatArray
+    precision_at_recall: FloatArray
+
+
+@dataclass(frozen=True)
+class ClassMetrics:
+    """Figures per class that has labels.
+
+    Attributes:
+        classes: (C,) class ids, rising.
+        instances: (C,) labels of each class.
+        precision: (C,) at ``confidence`` and IoU 0.5; likewise ``recall`` and ``f1``.
+        recall: (C,).
+        f1: (C,).
+        ap: (C, T) average precision at each IoU threshold.
+        confidence: where the smoothed mean F1 over classes is largest.
+        curves: the curves these figures were read from.
+    """
+
+    classes: IntArray
+    instances: IntArray
+    precision: FloatArray
+    recall: FloatArray
+    f1: FloatArray
+    ap: FloatArray
+    confidence: float
+    curves: Curves
+
+
+def ap_per_class(tp: BoolArray, conf: FloatArray, pred_cls: ClassIds, target_cls: ClassIds) -> ClassMetrics:
+    """Average precision and the best operating point, for each class that has labels.
+
+    Args:
+        tp: (N, T) true positives of the whole split, the first column at IoU 0.5 (`match_detections`).
+        conf: (N,) confidences.
+        pred_cls: (N,) class ids of the detections.
+        target_cls: (L,) class ids of the labels.
+
+    Returns:
+        Figures of the C classes in ``target_cls``; zeros for a class without detections; C = 0 without labels.
+    """
+    order = np.argsort(-conf, kind="stable")
+    tp, conf, pred_cls = tp[order], conf[order].astype(np.float64), pred_cls[order]
+    classes, instances = np.unique(target_cls.astype(np.int64), return_counts=True)
+
+    ap = np.zeros((len(classes), tp.shape[1]))
+    precision, recall, precision_at_recall = np.zeros((3, len(classes), len(CURVE_POINTS)))
+    for i, class_id in enumerate(classes):
+        mine = pred_cls == class_id
+        if not mine.any():
+            continue
+        hits = tp[mine].cumsum(axis=0)  # (n, T)
+        class_recall = hits / (instances[i] + TINY)
+        class_precision = hits / np.arange(1, len(hits) + 1)[:, None]
+        # Negated, because np.interp wants rising x. Above the highest confidence nothing is detected yet.
+        recall[i] = np.interp(-CURVE_POINTS, -conf[mine], class_recall[:, 0], left=0)
+        precision[i] = np.interp(-CURVE_POINTS, -conf[mine], class_precision[:, 0], left=1)
+        for t in range(tp.shape[1]):
+            curve = _precision_envelope(class_recall[:, t], class_precision[:, t])
+            ap[i, t] = _area(*curve)
+            if t == 0:
+                precision_at_recall[i] = np.interp(CURVE_POINTS, *curve)
+
+    f1 = 2 * precision * recall / (precision + recall + TINY)
+    best = int(_smooth(f1.mean(axis=0)).argmax()) if len(classes) else 0
+    return ClassMetrics(
+        classes=classes,
+        instances=instances,
+        precision=precision[:, best],
+        recall=recall[:, best],
+        f1=f1[:, best],
+        ap=ap,
+        confidence=float(CURVE_POINTS[best]),
+        curves=Curves(precision, recall, f1, precision_at_recall),
+    )
+
+
+def _precision_envelope(recall: FloatArray, precision: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """The curve (n,), (n,) with its ends (0, 1) and (1, 0) added and precision made non-increasing, (n + 2,) each."""
+    recall = np.concatenate(([0.0], recall, [1.0]))
+    precision = np.concatenate(([1.0], precision, [0.0]))
+    return recall, np.maximum.accumulate(precision[::-1])[::-1]
+
+
+def _area(recall: FloatArray, precision: FloatArray) -> float:
+    """Area under the curve by trapezoids between 101 evenly spaced recall points."""
+    sampled = np.interp(RECALL_POINTS, recall, precision)
+    return float((sampled[:-1] + sampled[1:]).sum() / 2 / (len(RECALL_POINTS) - 1))
+
+
+def _smooth(values: FloatArray) -> FloatArray:
+    """Moving average over ``SMOOTHING`` points, both ends repeated, same length."""
+    padded = np.pad(values, SMOOTHING // 2, mode="edge")
+    return np.convolve(padded, np.full(SMOOTHING, 1 / SMOOTHING), mode="valid")
+
+
+def fitness(map50: float, map50_95: float) -> float:
+    """The scalar that picks the best checkpoint: 0.1 mAP50 + 0.9 mAP50-95."""
+    return 0.1 * map50 + 0.9 * map50_95
+
+
+class TableRow(NamedTuple):
+    """One line of the validation table; all figures but the counts in [0, 1]."""
+
+    name: str
+    images: int
+    instances: int
+    p: float
+    r: float
+    map50: float
+    map: float
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The result of a validation. Means go over the classes that have labels; 0 if none has.
+
+    Attributes:
+        p: mean precision at the best mean F1, IoU 0.5.
+        r: mean recall at the same confidence.
+        map50: mean AP at IoU 0.5.
+        map: mean AP over IoU 0.5 to 0.95 (mAP50-95).
+        images: images in the split, those without labels included.
+        images_per_class: (num_classes,) images with a label of each class.
+        instances_per_class: (num_classes,) labels of each class.
+        per_class: figures of the classes that have labels.
+    """
+
+    p: float
+    r: float
+    map50: float
+    map: float
+    images: int
+    images_per_class: IntArray
+    instances_per_class: IntArray
+    per_class: ClassMetrics
+
+    @property
+    def fitness(self) -> float:
+        """The scalar that picks the best checkpoint."""
+        return fitness(self.map50, self.map)
+
+    @property
+    def class_maps(self) -> FloatArray:
+        """(num_classes,) mAP50-95 of every class; a class without labels has the mean, which favors nobody."""
+        maps = np.full(len(self.instances_per_class), self.map)
+        maps[self.per_class.classes] = self.per_class.ap.mean(axis=1)
+        return maps
+
+    def rows(self, names: Sequence[str]) -> list[TableRow]:
+        """The validation table: ``all`` first, then the classes that have labels.
+
+        Args:
+            names: class names, index = class id.
+        """
+        total = int(self.instances_per_class.sum())
+        rows = [TableRow("all", self.images, total, self.p, self.r, self.map50, self.map)]
+        figures = self.per_class
+        for i, class_id in enumerate(figures.classes):
+            ap50, ap = float(figures.ap[i, 0]), float(figures.ap[i].mean())
+            images, instances = int(self.images_per_class[class_id]), int(figures.instances[i])
+            p, r = float(figures.precision[i]), float(figures.recall[i])
+            rows.append(TableRow(names[class_id], images, instances, p, r, ap50, ap))
+        return rows
+
+
+def summarize(
+    tp: BoolArray, conf: FloatArray, pred_cls: ClassIds, target_cls: Sequence[ClassIds], names: Sequence[str]
+) -> Metrics:
+    """Score a whole split.
+
+    Args:
+        tp: (N, T) true positives (`match_detections`), the first column at IoU 0.5.
+        conf: (N,) confidences.
+        pred_cls: (N,) class ids of the detections.
+        target_cls: for each image of the split (L,) class ids of its labels, (0,) where it has none.
+        names: class names; every class id is below their number.
+
+    Returns:
+        The metrics; all zero without labels or without detections.
+    """
+    per_image = [np.bincount(ids.astype(np.int64), minlength=len(names)) for ids in target_cls]
+    counts = np.array(per_image, dtype=np.int64).reshape(-1, len(names))  # (images, num_classes)
+    instances = counts.sum(axis=0)
+    per_class = ap_per_class(tp, conf, pred_cls, np.repeat(np.arange(len(names)), instances))
+    return Metrics(
+        p=_mean(per_class.precision),
+        r=_mean(per_class.recall),
+        map50=_mean(per_class.ap[:, 0]),
+        map=_mean(per_class.ap),
+        images=len(counts),
+        images_per_class=(counts > 0).sum(axis=0),
+        instances_per_class=instances,
+        per_class=per_class,
+    )
+
+
+def format_table(rows: Sequence[TableRow]) -> str:
+    """The validation table as aligned text, header first, one line a row."""
+    width = max([22, *(len(row.name) for row in rows)])
+    titles = ("Images", "Instances", "P", "R", "mAP50", "mAP50-95")
+    lines = [f"{'Class':>{width}}" + "".join(f"{title:>11}" for title in titles)]
+    for name, images, instances, *figures in rows:
+        lines.append(f"{name:>{width}}{images:>11}{instances:>11}" + "".join(f"{figure:>11.3f}" for figure in figures))
+    return "\n".join(lines)
+
+
+class ConfusionMatrix:
+    """Counts of predicted against true classes, the background as the last class.
+
+    Detections and labels are paired one to one whatever their classes, the pair of the largest IoU first. Confidence
+    and IoU thresholds are those at which detections are shown, not those of the AP.
+
+    Args:
+        num_classes: classes of the data set.
+        conf_thres: detections count if their confidence is above this.
+        iou_thres: pairs count if their IoU is above this.
+
+    Attributes:
+        matrix: (num_classes + 1, num_classes + 1) int64 counts [predicted, true]: the last row holds missed labels,
+            the last column detections of nothing.
+    """
+
+    def __init__(self, num_classes: int, conf_thres: float = 0.25, iou_thres: float = 0.45) -> None:
+        self.num_classes = num_classes
+        self.conf_thres = conf_thres
+        self.iou_thres = iou_thres
+        self.matrix = np.zeros((num_classes + 1, num_classes + 1), dtype=np.int64)
+
+    def update(self, detections: FloatArray, labels: FloatArray) -> None:
+        """Add one image.
+
+        Args:
+            detections: (K, 6) [x1, y1, x2, y2, conf, class], pixels; may be empty.
+            labels: (L, 5) [class, x1, y1, x2, y2], pixels; may be empty.
+        """
+        detections = detections[detections[:, 4] > self.conf_thres]
+        predicted, true = detections[:, 5].astype(np.int64), labels[:, 0].astype(np.int64)
+        paired, found = self._pair(detections, labels)
+        partner = np.full(len(predicted), self.num_classes)  # the background, unless paired
+        partner[paired] = true[found]
+        np.add.at(self.matrix, (predicted, partner), 1)
+        self.matrix[-1] += np.bincount(np.delete(true, found), minlength=self.num_classes + 1)
+
+    def normalized(self) -> FloatArray:
+        """(num_classes + 1, num_classes + 1) shares of each true class; columns without counts are 0."""
+        totals = self.matrix.sum(axis=0, keepdims=True)
+        return self.matrix / np.maximum(totals, 1)
+
+    def _pair(self, detections: FloatArray, labels: FloatArray) -> tuple[IntArray, IntArray]:
+        """Greedy one-to-one pairs as (rows of detections, rows of labels)."""
+        iou = _pairwise_iou(detections[:, :4], labels[:, 1:])
+        rows, columns = np.nonzero(iou > self.iou_thres)
+        pairs: dict[int, int] = {}
+        taken: set[int] = set()
+        # At equal IoU (two classes predicted for one box) the more confident detection comes first.
+        for i in np.lexsort((columns, -detections[rows, 4], -iou[rows, columns])):
+            row, column = int(rows[i]), int(columns[i])
+            if row not in pairs and column not in taken:
+                pairs[row] = column
+                taken.add(column)
+        return np.array(list(pairs), dtype=np.int64), np.array(list(pairs.values()), dtype=np.int64)
+
+
+def _mean(values: FloatArray) -> float:
+    """Mean over all elements, 0 if there is none."""
+    return float(values.mean()) if values.size else 0.0

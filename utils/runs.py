@@ -1,0 +1,123 @@
+"""Run folders: where one is made, what describes it, and how it is found again."""
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from utils.config import ROOT
+from utils.errors import UserError
+
+REPORTED_PACKAGES = ("torch", "torchvision", "numpy", "opencv-python", "opencv-python-headless", "pandas", "matplotlib")
+
+
+def create_run_dir(project: str, name: str, exist_ok: bool = False) -> Path:
+    """Make the folder of a new run.
+
+    Args:
+        project: parent folder, made if it is not there.
+        name: of the run; with a number behind it if that is taken: exp, exp2, exp3.
+        exist_ok: take the folder as it is, even if there is one.
+
+    Returns:
+        The folder, with ``weights`` inside. Two runs that start at once get two folders.
+
+    Raises:
+        UserError: the folder can't be made.
+    """
+    parent = Path(project)
+    number = 1
+    while True:
+        run_dir = parent / (name if number == 1 else f"{name}{number}")
+        try:
+            run_dir.mkdir(parents=True, exist_ok=exist_ok)
+            (run_dir / "weights").mkdir(exist_ok=True)
+            return run_dir
+        except FileExistsError:
+            if exist_ok:
+                raise UserError(f"--project / --name: {run_dir} is a file, not a folder; choose another name") from None
+            number += 1
+        except OSError as error:
+            raise UserError(
+                f"--project {project}: the run folder {run_dir} can't be made ({error.strerror}); "
+                "choose a folder you can write to"
+            ) from error
+
+
+def write_description(run_dir: Path, config: Mapping[str, Any], hyp: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
+    """Write what it takes to repeat a run: ``opt.yaml``, ``hyp.yaml`` and ``environment.json``.
+
+    Args:
+        run_dir: folder of the run.
+        config: every flag with its value.
+        hyp: every hyperparameter with its value.
+        plan: what follows from them: batch per rank, accumulation and the like.
+    """
+    write_yaml(run_dir / "opt.yaml", config)
+    write_yaml(run_dir / "hyp.yaml", hyp)
+    facts = {"command": command(), "versions": versions(), "platform": platform.platform(), "plan": dict(plan)}
+    (run_dir / "environment.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def write_yaml(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a mapping in the order it has."""
+    path.write_text(yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True))
+
+
+def command() -> str:
+    """Return the command line of this process, as a shell would take it."""
+    return shlex.join([Path(sys.executable).name, *sys.argv])
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Lockstep, Python and what it stands on; packages that are not there are left out."""
+    found = {"lockstep": lockstep_version(), "python": platform.python_version()}
+    for package in REPORTED_PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def lockstep_version() -> str:
+    """Return the version that pyproject.toml states."""
+    for line in (ROOT / "pyproject.toml").read_text().splitlines():
+        if line.startswith("version"):
+            return line.split('"')[1]
+    return "unknown"
+
+
+def find_resumable(resume: str, project: str) -> Path:
+    """Find the run that ``--resume`` means.
+
+    Args:
+        resume: a run folder, a checkpoint file in its ``weights``, or "" for the newest run.
+        project: where runs are kept, searched for the newest.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    if resume:
+        given = Path(resume)
+        run_dir = given.parent.parent if given.is_file() else given
+        if not _checkpoints(run_dir):
+            raise UserError(f"--resume {resume}: no weights/last.pt there; name a run folder such as {project}/exp")
+        return run_dir
+    candidates = [path for run_dir in Path(project).glob("*") for path in _checkpoints(run_dir)]
+    if not candidates:
+        raise UserError(f"--resume: no run with weights/last.pt under {project}; name its folder: --resume {project}/exp")
+    return max(candidates, key=lambda path: path.stat().st_mtime).parent.parent
+
+
+def _checkpoints(run_dir: Path) -> list[Path]:
+    return [path for name in ("last.pt", "last.prev.pt") if (path := run_dir / "weights" / name).is_file()]
