@@ -134,7 +134,7 @@ def load_model(path: Path, device: torch.device) -> tuple[DetectionModel, Family
     family = family_of(checkpoint["spec"])
     model = family.build(checkpoint["spec"], len(checkpoint["names"]), checkpoint["names"])
     load_state(model, weights_of(checkpoint), strict=True)
-    return model.to(device, memory_format=torch.channels_last).eval(), family
+    return model.to(device).to(memory_format=torch.channels_last).eval(), family
 
 
 def weights_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Tensor]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cv2
@@ -146,7 +146,7 @@ def with_exif(data: bytes, block: bytes) -> bytes:
     return b"RIFF" + struct.pack("<I", len(chunks) + 4) + b"WEBP" + chunks
 
 
-UPRIGHT = {  # orientation: how the stored picture becomes upright
+UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {  # orientation: how the stored picture becomes upright
     1: lambda a: a,
     2: np.fliplr,
     3: lambda a: np.rot90(a, 2),
@@ -219,7 +219,7 @@ def test_size_behind_long_segments(tmp_path: Path) -> None:
     path.write_bytes(whole)
     assert image_size(str(path)) == read_image(str(path)).shape[:2] == (32, 24)
     path.write_bytes(whole[: -len(data) // 3])
-    with pytest.raises(ImageError, match="b.jpg: is cut short"):
+    with pytest.raises(ImageError, match=r"b\.jpg: is cut short"):
         image_size(str(path))
 
 
@@ -243,7 +243,7 @@ def test_damaged_images_are_named(tmp_path: Path, suffix: str) -> None:
         path.write_bytes(data[: len(data) - 20])
         with pytest.raises(ImageError, match="is cut short"):
             image_size(str(path))
-    with pytest.raises(ImageError, match="missing.jpg: No such file"):
+    with pytest.raises(ImageError, match=r"missing\.jpg: No such file"):
         read_image(str(tmp_path / "missing.jpg"))
 
 
@@ -284,8 +284,10 @@ def test_rules(tmp_path: Path, text: str) -> None:
     index = build_index([images], 2, cache=False)
     want, problems = CASES[text]
     np.testing.assert_allclose(index.labels(1), np.reshape(want, (-1, 5)).astype(np.float32), atol=1e-7)
-    np.testing.assert_allclose(index.labels(0), np.float32([[1, 0.3, 0.3, 0.1, 0.1]]))  # the neighbors are untouched
-    np.testing.assert_allclose(index.labels(2), np.float32([[0, 0.4, 0.4, 0.1, 0.1]]))
+    np.testing.assert_allclose(
+        index.labels(0), np.array([[1, 0.3, 0.3, 0.1, 0.1]], np.float32)
+    )  # the neighbors are untouched
+    np.testing.assert_allclose(index.labels(2), np.array([[0, 0.4, 0.4, 0.1, 0.1]], np.float32))
     found = index.report.problems
     assert [(p.line, p.value) for p in found] == [(line, value) for line, value, _ in problems]
     for problem, (_, _, part) in zip(found, problems, strict=True):
@@ -326,7 +328,9 @@ def test_bad_images_are_left_out_and_named(tmp_path: Path) -> None:
     report = index.report
     assert (report.found, report.corrupt, report.total) == (2, 4, 6)
     assert [Path(problem.file).stem for problem in report.problems] == ["00001", "00002", "00003", "00004"]
-    for part, problem in zip(("cannot be decoded", "cut short", "50 x 9", "20000 x 20000"), report.problems, strict=True):
+    for part, problem in zip(
+        ("cannot be decoded", "cut short", "50 x 9", "20000 x 20000"), report.problems, strict=True
+    ):
         assert part in problem.value
     assert before == {path: path.read_bytes() for path in images.iterdir()}
 
@@ -428,7 +432,7 @@ def test_cache_follows_every_change(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert file is not None
     assert not rebuilt(images, file)
     label.write_text(GOOD.replace("0.2", "0.1"))  # same size; time stamps are coarse, so set another one
-    os.utime(label, ns=(0, index.file.stat().st_mtime_ns + 10**9))
+    os.utime(label, ns=(0, file.stat().st_mtime_ns + 10**9))
     assert rebuilt(images, file)
     assert not rebuilt(images, file)
     (tmp_path / "labels/train/00002.txt").write_text(GOOD)
@@ -530,7 +534,7 @@ def test_concurrent_builds(tmp_path: Path) -> None:
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
-    """A folder that even root cannot write, in which the test has put a data set before; skipped where that can't be."""
+    """A folder that even root cannot write, with a data set in it; skipped where there can be none."""
     source, target = tmp_path / "writable", tmp_path / "read_only"
     make_split(source, [GOOD, GOOD])
     target.mkdir()
@@ -571,9 +575,14 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     stale = tmp_path / "x.index.abc.tmp"
     stale.touch()
     os.utime(stale, (0, 0))
-    with pytest.raises(OSError, match="full"), dataset.replacing(file) as descriptor:
-        os.write(descriptor, b"ne")
-        raise OSError("full")
+
+    def fail() -> None:
+        with dataset.replacing(file) as descriptor:
+            os.write(descriptor, b"ne")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        fail()
     assert [path.name for path in tmp_path.iterdir()] == ["x.index"]
     assert file.read_text() == "old"
 
@@ -626,7 +635,7 @@ for item, part in dataset._parallel(work, list(range(200)), 2):
 def test_workers_end_with_a_killed_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True, cwd=PROJECT)
     assert parent.stdout is not None
-    workers = set()
+    workers: set[int] = set()
     while len(workers) < 2:
         workers.add(int(parent.stdout.readline()))
     parent.kill()

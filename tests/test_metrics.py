@@ -107,18 +107,19 @@ class TestMatching:
         tp = match_detections(detection_rows((0, 0, 9, 9, 0.9, 1)), label_rows((0, 0, 0, 9, 9)), IOU_THRESHOLDS)
         assert not tp.any()
 
-    def test_threshold_is_inclusive(self) -> None:
-        """An IoU of exactly 3 / 5 counts at 0.6 (and is compared in float64, where 0.6 is the same number)."""
-        labels = label_rows((0, 0, 0, 10, 5))
-        tp = match_detections(detection_rows((0, 0, 10, 3, 0.9, 0)), labels, IOU_THRESHOLDS)
-        assert tp[0].tolist() == [True] * 3 + [False] * 7
+    @pytest.mark.parametrize("twentieths", range(10, 20))
+    def test_threshold_is_inclusive(self, twentieths: int) -> None:
+        """An IoU of exactly a threshold reaches it, also where float32 would be off by its last bit."""
+        detections, labels = detection_rows((0, 0, twentieths, 9, 0.9, 0)), label_rows((0, 0, 0, 20, 9))
+        assert match_detections(detections, labels, IOU_THRESHOLDS).sum() == twentieths - 9
 
     def test_equal_confidences_and_overlaps_go_to_the_first(self) -> None:
         labels = label_rows((0, 0, 0, 10, 10), (0, 0, 0, 10, 10))
-        detections = detection_rows(*[(0, 0, 10, 10, 0.5, 0)] * 40)
-        tp = match_detections(detections, labels, IOU_THRESHOLDS)
-        assert tp[0].all()
-        assert not tp[1:].any()
+        confidences = [0.9 if i % 3 == 2 else 0.5 for i in range(300)]
+        tp = match_detections(
+            detection_rows(*[(0, 0, 10, 10, conf, 0) for conf in confidences]), labels, IOU_THRESHOLDS
+        )
+        assert np.unique(np.nonzero(tp)[0]).tolist() == [2]
 
     def test_empty(self) -> None:
         detections, labels = detection_rows((0, 0, 9, 9, 0.9, 0)), label_rows((0, 0, 0, 9, 9))
@@ -157,6 +158,11 @@ class TestAveragePrecision:
         assert metrics.classes.tolist() == [0, 2]
         np.testing.assert_allclose(metrics.ap, 0.995, atol=1e-12)  # the trapezoid down to (1, 0) costs half a step
         np.testing.assert_allclose([metrics.precision, metrics.recall], 1, atol=1e-12)
+
+    def test_best_confidence_at_the_end_of_the_curve(self) -> None:
+        """F1 is 1 everywhere, so the first point is the best; a moving average without repeated ends would miss it."""
+        metrics = ap_per_class(np.ones((2, 10), dtype=bool), np.ones(2), np.zeros(2), np.zeros(2))
+        assert metrics.confidence == 0
 
     def test_order_of_the_input_is_no_matter(self) -> None:
         rng = np.random.default_rng(0)

@@ -261,6 +261,7 @@ def test_the_yaml_it_keeps_builds_the_same_network() -> None:
     spec = small_spec()
     model = DetectionModel(spec, 2)
     assert spec == small_spec()
+    spec["backbone"][0][3][0] = 8  # the caller's own copy
     again = DetectionModel(model.yaml, model.num_classes)
     assert load_state(again, model.state_dict(), strict=True).left == {}
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from utils.config import Hyp
+from models.yolo import DetectionModel
+from utils.config import ROOT, Hyp, load_yaml
 from utils.optim import Schedule, build_optimizer, load_optimizer, param_groups
 from utils.torch_utils import guarded_step, split_global_batch
 
@@ -40,6 +41,17 @@ def test_groups() -> None:
         ["bn.weight", "norm.weight"],
     ]
     assert [group["weight_decay"] for group in groups] == [0.0, 5e-4, 0.0]
+
+
+def test_groups_of_a_real_network() -> None:
+    """Names say what a parameter is: YOLOv5n has 57 convolutions with a norm layer and 3 biased ones in its head."""
+    net = DetectionModel(load_yaml(ROOT / "models" / "yolov5n.yaml"), num_classes=80)
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    biases, weights, norms = ([names[id(p)] for p in group["params"]] for group in param_groups(net, 5e-4))
+    assert (len(biases), len(weights), len(norms)) == (60, 60, 57)
+    assert all(name.endswith(".bias") for name in biases)
+    assert all(name.endswith(".bn.weight") for name in norms)
+    assert all(name.endswith(".weight") and ".bn." not in name for name in weights)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ PIXEL = 64  # geometry is in 1/64 pixel
 SUBPIXELS = 4  # masks are drawn 4 times as large
 SHIFT = 4  # PIXEL = SUBPIXELS << SHIFT: fractional bits of OpenCV's coordinates on the large mask
 OPAQUE = 128
+PLACE_TRIES = 40
 MARKER = "shapes.json"  # written last into a set; a folder without it is not ours
 
 
@@ -177,21 +178,19 @@ def make_scene(rng: np.random.Generator, empty: bool = False) -> Scene:
     count = 0 if empty else int(rng.integers(OBJECTS[0], OBJECTS[1] + 1))
     shapes: list[Shape] = []
     owner = np.full((height, width), -1, np.int32)  # index of the shape on top, -1 = background
-    while len(shapes) < count:
+    for _ in range(count):
         shape = _place(rng, shapes, owner)
-        if shape is None and shapes:
-            break  # the image is full
-        if shape is not None:
-            owner[shape.window][shape.alpha * 2 > OPAQUE] = len(shapes)
+        if shape is not None:  # else there is no room
+            owner[shape.window][shape.alpha > OPAQUE // 2] = len(shapes)
             shapes.append(shape)
     return Scene(height, width, shapes)
 
 
 def _place(rng: np.random.Generator, shapes: Sequence[Shape], owner: np.ndarray) -> Shape | None:
-    """Find room for one more shape; None after 40 tries."""
+    """Find room for one more shape; None if none was found."""
     partner = shapes[int(rng.integers(len(shapes)))] if shapes and rng.random() < OVERLAP_SHARE else None
     low, high = OVERLAP_IOU if partner is not None else (0.0, APART_IOU)
-    for _ in range(40):
+    for _ in range(PLACE_TRIES):
         size, cx, cy = _draw_place(rng, partner, *owner.shape)
         shape = _draw_shape(rng, size, cx, cy, *owner.shape)
         if shape is None:
@@ -204,9 +203,7 @@ def _place(rng: np.random.Generator, shapes: Sequence[Shape], owner: np.ndarray)
     return None
 
 
-def _draw_place(
-    rng: np.random.Generator, partner: Shape | None, height: int, width: int
-) -> tuple[float, float, float]:
+def _draw_place(rng: np.random.Generator, partner: Shape | None, height: int, width: int) -> tuple[float, float, float]:
     """Size and center for a shape, in pixels: anywhere, or beside the middle of its partner."""
     if partner is None:
         kind = rng.random()
@@ -226,7 +223,7 @@ def _draw_place(
 
 
 def _draw_shape(rng: np.random.Generator, size: float, cx: float, cy: float, height: int, width: int) -> Shape | None:
-    """A shape of a random class, aspect and rotation whose longer side is ``size``; None if the image cuts off too much."""
+    """A shape of a random class, aspect and rotation, ``size`` long; None if the image cuts off too much."""
     class_id = int(rng.integers(len(OUTLINES)))
     outline = list(OUTLINES.values())[class_id](rng)
     aspect, angle = _uniform(rng, (0.70, 1.0)), _uniform(rng, (0, 2 * math.pi))
@@ -268,7 +265,7 @@ def rasterize(class_id: int, contours: list[np.ndarray], height: int, width: int
 
 def _all_visible(shape: Shape, shapes: Sequence[Shape], owner: np.ndarray) -> bool:
     """Whether enough of each shape can be seen once ``shape`` lies on top."""
-    solid = shape.alpha * 2 > OPAQUE
+    solid = shape.alpha > OPAQUE // 2
     if np.count_nonzero(solid) < MIN_VISIBLE * shape.area:
         return False
     below = owner[shape.window][solid]
@@ -355,11 +352,10 @@ def _pattern(rng: np.random.Generator, height: int, width: int, size: float) -> 
         return _ramp(rng, height, width, 3 * size)
     if kind == 2:
         return np.clip((_ramp(rng, height, width, period) - 128) * 4 + 128, 0, 256)
-    if kind == 3:
-        return np.clip(((_ramp(rng, height, width, period) - 128) * (_ramp(rng, height, width, period) - 128) >> 4) + 128, 0, 256)
-    if kind == 4:
-        dots = _ramp(rng, height, width, period) + _ramp(rng, height, width, period)
-        return np.clip((dots - 320) * 4, 0, 256)
+    if kind in (3, 4):
+        one, other = _ramp(rng, height, width, period), _ramp(rng, height, width, period)
+        checks = ((one - 128) * (other - 128) >> 4) + 128
+        return np.clip(checks if kind == 3 else (one + other - 320) * 4, 0, 256)
     return _mottle(rng, height, width, period)
 
 
@@ -375,7 +371,7 @@ def _background(rng: np.random.Generator, height: int, width: int) -> np.ndarray
     weight = _ramp(rng, height, width, _uniform(rng, (700, 1600)))
     image = _blend(_color(rng, False), _color(rng, False), weight)
     if rng.random() < 0.7:
-        image = _shift(image, _mottle(rng, height, width, _uniform(rng, (14, 110))), int(rng.integers(20, 90)))
+        image = _shift(image, _mottle(rng, height, width, _uniform(rng, (30, 120))), int(rng.integers(20, 90)))
     if rng.random() < 0.3:
         image = _shift(image, _pattern(rng, height, width, _uniform(rng, (50, 160))), int(rng.integers(10, 45)))
     return image
@@ -426,7 +422,8 @@ def _paint_shape(rng: np.random.Generator, image: np.ndarray, shape: Shape) -> N
     texture = _texture(rng, np.array(cv2.mean(window, (shape.alpha > 0).astype(np.uint8))[:3]), shape)
     if rng.random() < 0.35:
         local = [points - np.array([shape.left, shape.top], np.int32) * PIXEL - PIXEL // 2 for points in shape.contours]
-        edge = (texture.reshape(-1, 3).mean(0) * (0.45 if rng.random() < 0.7 else 1.6)).clip(0, 255).astype(int).tolist()
+        shade = 0.45 if rng.random() < 0.7 else 1.6
+        edge = np.clip(np.rint(np.array(cv2.mean(texture)[:3]) * shade), 0, 255).tolist()
         thickness = 1 + min(height, width) // 24
         cv2.polylines(texture, local, True, edge, min(thickness, 6), cv2.LINE_AA, 6)  # its outer half is masked away
     alpha = shape.alpha.astype(np.int32)[..., None]
@@ -488,7 +485,7 @@ def ensure_shapes(root: Path, logger: logging.Logger | None = None) -> None:
 
     Args:
         root: the data set's folder; what it holds belongs to this module.
-        logger: says one line before drawing; by default the project's.
+        logger: says one line before drawing, and where it does there is a progress bar; by default the project's.
 
     Raises:
         UserError: ``root`` exists and holds something else, or can't be written.
@@ -497,8 +494,8 @@ def ensure_shapes(root: Path, logger: logging.Logger | None = None) -> None:
     if is_complete(root):
         return
     if root.exists() and _version(root) is None and (not root.is_dir() or any(root.iterdir())):
-        raise UserError(f"{root} holds something else than the built-in shapes: move it away, or change path in the data YAML")
-    logger = logger or get_logger()
+        raise UserError(f"{root} is not the built-in data set: move it away, or change path in the data YAML")
+    logger = logger or logging.getLogger("lockstep")
     logger.info(f"Drawing the built-in shapes data set ({sum(COUNTS.values())} images, once) into {root}")
     scratch = _beside(root)
     try:
@@ -506,8 +503,10 @@ def ensure_shapes(root: Path, logger: logging.Logger | None = None) -> None:
         _remove_leftovers(root)
         draw_set(scratch, COUNTS, progress=logger.isEnabledFor(logging.INFO))
         _install(scratch, root)
-    except PermissionError as error:
-        raise UserError(f"can't write the built-in shapes to {root} ({error}): set path in the data YAML to another folder") from error
+    except OSError as error:
+        raise UserError(
+            f"can't draw the built-in shapes into {root} ({error}); path in the data YAML names another"
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -529,7 +528,9 @@ def draw_set(folder: Path, counts: dict[str, int], num_threads: int | None = Non
     cv2.setNumThreads(1)  # images side by side are faster than OpenCV's threads inside of one
     pool = ThreadPoolExecutor(num_threads or min(8, os.cpu_count() or 1))
     try:
-        for _ in tqdm(pool.map(_write_sample, work), "shapes", len(work), unit="image", disable=not progress, leave=False):
+        for _ in tqdm(
+            pool.map(_write_sample, work), "shapes", len(work), unit="image", disable=not progress, leave=False
+        ):
             pass
     finally:
         pool.shutdown(cancel_futures=True)
@@ -610,4 +611,4 @@ def _install(scratch: Path, root: Path) -> None:
 
 
 if __name__ == "__main__":
-    ensure_shapes(Path(sys.argv[1]) if len(sys.argv) > 1 else shapes_root())
+    ensure_shapes(Path(sys.argv[1]) if len(sys.argv) > 1 else shapes_root(), get_logger())

@@ -1,0 +1,1 @@
+"""What is fast, measured against the limit of the same machine in the same run, as ratios."""
