@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +30,9 @@ from utils.dataset import LabelIndex, open_split
 from utils.errors import Problems, UserError, run_cli
 from utils.logging import get_logger
 from utils.loss import DetectionLoss
-from utils.metrics import Metrics, format_table, match_detections, summarize
+from utils.metrics import IOU_THRESHOLDS, Metrics, format_table, match_detections, summarize
 from utils.runs import create_run_dir
 from utils.torch_utils import DistEnv, all_gather_objects, process_group
-
-IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 
 
 @dataclass(frozen=True)
@@ -219,7 +217,8 @@ def run(config: ValConfig, env: DistEnv) -> Evaluation | None:
     if evaluation is not None:
         log.info(format_table(evaluation.metrics.rows(data.names)))
         log.info("speed per image: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in evaluation.speed.items()))
-        (run_dir / "metrics.json").write_text(json.dumps(asdict(evaluation.metrics), default=np.ndarray.tolist) + "\n")
+        rows = [row._asdict() for row in evaluation.metrics.rows(data.names)]
+        (run_dir / "metrics.json").write_text(json.dumps(rows, indent=2) + "\n")
         log.info(f"results in {run_dir}")
     return evaluation
 

@@ -11,6 +11,7 @@ import pytest
 from utils.augmentations import (
     GREY,
     Geometry,
+    Tile,
     adjust_hsv,
     draw_geometry,
     flip,
@@ -23,6 +24,7 @@ from utils.augmentations import (
     resize_longest,
     resized_shape,
     warp_labels,
+    warp_tiles,
 )
 from utils.config import Hyp
 
@@ -221,12 +223,15 @@ def test_mosaic_equals_a_painted_canvas_that_is_warped(recipe: str, seed: int) -
     np.testing.assert_allclose(labels, kept, atol=1e-4)
 
 
-def test_no_grey_lines_between_tiles() -> None:
-    """Whatever the angle, a seam shows the tiles on its sides: black ones leave no trace of the grey below."""
-    black = [(np.zeros((160, 160, 3), np.uint8), np.zeros((0, 5), np.float32))] * 4
-    for seed in range(5):
-        image, labels = mosaic(black, 160, Hyp(degrees=20, translate=0, scale=0), np.random.default_rng(seed))
-        assert image[70:90, 70:90].max() == 0
+@pytest.mark.parametrize("degrees", [0, 20])
+def test_no_lines_between_tiles(degrees: int) -> None:
+    """A seam shows the tiles on its sides, nothing of what is below or beyond them."""
+    white, none = np.full((80, 80, 3), 255, np.uint8), np.zeros((0, 5), np.float32)
+    tiles = [Tile(white, none, left, top) for top in (0, 80) for left in (0, 80)]
+    for seed in range(10):
+        geometry = draw_geometry(np.random.default_rng(seed), Hyp(degrees=degrees), (160, 160), (160, 160))
+        image, labels = warp_tiles(tiles, geometry, (160, 160), (160, 160))
+        assert image[60:100, 60:100].min() == 255
         assert labels.shape == (0, 5)
 
 

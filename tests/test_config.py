@@ -317,6 +317,7 @@ RECIPES = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_shipped_recipes(name: str) -> None:
     """The figures are those of YOLOv5's files of the same names."""
+    assert dataclasses.asdict(Hyp()) == SCRATCH_LOW
     assert dataclasses.asdict(load_hyp(f"hyp.{name}.yaml")) == {**SCRATCH_LOW, **RECIPES[name]}
     assert set(load_yaml(find_yaml(f"hyp.{name}", "hyp"))) == set(SCRATCH_LOW)
 

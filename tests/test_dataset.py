@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import cv2
@@ -20,9 +20,8 @@ import pytest
 
 from tests.common import PROJECT, SHARED, needs_shared
 from utils import dataset
-from utils.dataset import LabelIndex, build_index, image_size, list_images, read_image
+from utils.dataset import LabelIndex, build_index, list_images
 from utils.errors import UserError
-from utils.images import ImageError
 from utils.labels import label_path
 
 FORK = multiprocessing.get_context("fork") if sys.platform == "linux" else None
@@ -119,132 +118,6 @@ def test_label_path() -> None:
     assert label_path("/d/images/train/a.b.jpg") == "/d/labels/train/a.b.txt"
     assert label_path("/images/d/images/x/1.png") == "/images/d/labels/x/1.txt"
     assert label_path("/d/myimages/1.png") == "/d/myimages/1.txt"
-
-
-# --- image headers and pixels ----------------------------------------------------------------------------------------
-
-
-def exif(orientation: int, order: str = "<") -> bytes:
-    """TIFF block with two entries: image width, then orientation (TIFF 6.0)."""
-    entries = struct.pack(order + "HHIHH", 0x0100, 3, 1, 7, 0) + struct.pack(
-        order + "HHIHH", 0x0112, 3, 1, orientation, 0
-    )
-    start = b"II*\0" if order == "<" else b"MM\0*"
-    return start + struct.pack(order + "IH", 8, 2) + entries + struct.pack(order + "I", 0)
-
-
-def with_exif(data: bytes, block: bytes) -> bytes:
-    """The JPEG, PNG or WebP file with an EXIF block."""
-    if data[:2] == b"\xff\xd8":
-        return data[:2] + b"\xff\xe1" + struct.pack(">H", len(block) + 8) + b"Exif\0\0" + block + data[2:]
-    if data[:4] == b"\x89PNG":
-        body = b"eXIf" + block
-        return data[:33] + struct.pack(">I", len(block)) + body + struct.pack(">I", zlib.crc32(body)) + data[33:]
-    bits = struct.unpack_from("<I", data, 21)[0]  # a lossless file: 14 bits width - 1, 14 bits height - 1
-    size = (bits & 0x3FFF).to_bytes(3, "little") + (bits >> 14 & 0x3FFF).to_bytes(3, "little")
-    chunks = b"VP8X" + struct.pack("<II", 10, 0x08) + size + data[12:] + b"EXIF" + struct.pack("<I", len(block)) + block
-    return b"RIFF" + struct.pack("<I", len(chunks) + 4) + b"WEBP" + chunks
-
-
-UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {  # orientation: how the stored picture becomes upright
-    1: lambda a: a,
-    2: np.fliplr,
-    3: lambda a: np.rot90(a, 2),
-    4: np.flipud,
-    5: lambda a: a.swapaxes(0, 1),
-    6: lambda a: np.rot90(a, -1),
-    7: lambda a: np.rot90(a, 2).swapaxes(0, 1),
-    8: np.rot90,
-}
-
-
-@pytest.mark.parametrize("orientation", UPRIGHT)
-@pytest.mark.parametrize(("suffix", "order"), [("jpg", "<"), ("jpg", ">"), ("png", ">"), ("webp", "<")])
-def test_exif_orientation(tmp_path: Path, orientation: int, suffix: str, order: str) -> None:
-    noise = cv2.resize(np.random.default_rng(0).integers(0, 256, (3, 5, 3), np.uint8), (40, 24))
-    data = cv2.imencode(f".{suffix}", noise, [cv2.IMWRITE_WEBP_QUALITY, 101])[1].tobytes()
-    stored = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
-    path = tmp_path / f"a.{suffix}"
-    path.write_bytes(with_exif(data, exif(orientation, order)))
-    image = read_image(str(path))
-    np.testing.assert_array_equal(image, UPRIGHT[orientation](stored))
-    assert image_size(str(path)) == image.shape[:2]
-    if suffix == "jpg":
-        np.testing.assert_array_equal(image, cv2.imread(str(path)))
-
-
-@pytest.mark.parametrize("value", [0, 9, 65535])
-def test_senseless_orientation_is_ignored(tmp_path: Path, value: int) -> None:
-    data = write_image(tmp_path / "a.jpg").read_bytes()
-    for block in (exif(value), exif(6)[:20], b"II*\0\xff\xff\xff\xff", b"XX", b""):
-        (tmp_path / "a.jpg").write_bytes(with_exif(data, block))
-        assert image_size(str(tmp_path / "a.jpg")) == read_image(str(tmp_path / "a.jpg")).shape[:2] == (24, 32)
-
-
-FORMATS = [
-    *[(suffix, channels, np.uint8) for suffix in ("bmp", "png", "tif", "tiff", "webp") for channels in (1, 3, 4)],
-    *[(suffix, channels, np.uint8) for suffix in ("jpg", "jpeg") for channels in (1, 3)],
-    *[(suffix, channels, np.uint16) for suffix in ("png", "tif") for channels in (1, 3, 4)],
-    *[("pfm", channels, np.float32) for channels in (1, 3)],
-]
-
-
-@pytest.mark.parametrize(("suffix", "channels", "kind"), FORMATS)
-def test_size_agrees_with_pixels(tmp_path: Path, suffix: str, channels: int, kind: type) -> None:
-    values = np.random.default_rng(0).integers(0, 256, (37, 53, channels))
-    path = str(tmp_path / f"a.{suffix}")
-    cv2.imwrite(path, (values * (257 if kind == np.uint16 else 1)).astype(kind))
-    image = read_image(path)
-    assert image_size(path) == image.shape[:2] == (37, 53)
-    assert image.shape == (37, 53, 3)
-    assert image.dtype == np.uint8
-    if suffix in ("png", "tif", "bmp") and channels < 4:
-        np.testing.assert_array_equal(image, np.broadcast_to(values, image.shape))
-
-
-def test_lossy_webp_and_progressive_jpeg(tmp_path: Path) -> None:
-    picture = np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8)
-    cv2.imwrite(str(tmp_path / "a.webp"), picture, [cv2.IMWRITE_WEBP_QUALITY, 50])
-    cv2.imwrite(str(tmp_path / "a.jpg"), picture, [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])
-    assert image_size(str(tmp_path / "a.webp")) == image_size(str(tmp_path / "a.jpg")) == (37, 53)
-
-
-def test_size_behind_long_segments(tmp_path: Path) -> None:
-    """A camera's EXIF with a preview, then a color profile in several segments: the frame header is far inside."""
-    data = write_image(tmp_path / "a.jpg").read_bytes()
-    segment = b"\xff\xe2" + struct.pack(">H", 65535) + b"\0" * 65533
-    preview = exif(6) + data  # has an end mark and a frame header of its own
-    whole = with_exif(data[:2] + segment * 6 + data[2:], preview)
-    path = tmp_path / "b.jpg"
-    path.write_bytes(whole)
-    assert image_size(str(path)) == read_image(str(path)).shape[:2] == (32, 24)
-    path.write_bytes(whole[: -len(data) // 3])
-    with pytest.raises(ImageError, match=r"b\.jpg: is cut short"):
-        image_size(str(path))
-
-
-def test_bytes_behind_the_end_are_no_damage(tmp_path: Path) -> None:
-    data = write_image(tmp_path / "a.jpg").read_bytes()
-    (tmp_path / "a.jpg").write_bytes(data + b"\0" * 5000)
-    assert image_size(str(tmp_path / "a.jpg")) == (24, 32)
-
-
-@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "bmp", "tif"])
-def test_damaged_images_are_named(tmp_path: Path, suffix: str) -> None:
-    path = write_image(tmp_path / f"a.{suffix}")
-    data = path.read_bytes()
-    for broken in (b"", data[:1], data[:12], b"not an image" * 9):
-        path.write_bytes(broken)
-        with pytest.raises(ImageError, match=f"a.{suffix}: "):
-            image_size(str(path))
-        with pytest.raises(ImageError, match=f"a.{suffix}: "):
-            read_image(str(path))
-    if suffix in ("jpg", "png"):
-        path.write_bytes(data[: len(data) - 20])
-        with pytest.raises(ImageError, match="is cut short"):
-            image_size(str(path))
-    with pytest.raises(ImageError, match=r"missing\.jpg: No such file"):
-        read_image(str(tmp_path / "missing.jpg"))
 
 
 # --- rules -----------------------------------------------------------------------------------------------------------
@@ -530,6 +403,27 @@ def test_concurrent_builds(tmp_path: Path) -> None:
     assert [process.exitcode for process in processes] == [0] * 4
     assert len(results) == 1
     assert [path.suffix for path in (tmp_path / ".lockstep").iterdir()] == [".index"]
+
+
+def replace_often(file: Path, value: int) -> None:
+    for _ in range(60):
+        with dataset.replacing(file) as descriptor:
+            for _ in range(4):
+                os.write(descriptor, bytes([value]) * 50_000)
+        assert len(set(file.read_bytes())) == 1
+
+
+@needs_fork
+def test_concurrent_writers_of_one_file(tmp_path: Path) -> None:
+    """A file is one writer's as a whole, and none fails (ultralytics#8627)."""
+    assert FORK is not None
+    processes = [FORK.Process(target=replace_often, args=(tmp_path / "x", value)) for value in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(20)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 @pytest.fixture

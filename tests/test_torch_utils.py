@@ -30,6 +30,7 @@ from utils.torch_utils import (
     choose_precision,
     clip_and_check,
     dist_env,
+    foreach_lerp,
     guarded_step,
     load_checkpoint,
     memory_usage,
@@ -418,6 +419,20 @@ def test_ema_at_full_decay() -> None:
         net.weight.add_(1.0)
     ema.update(net)
     assert torch.allclose(ema.module.state_dict()["weight"] - before, torch.full((4, 4), 1e-4), rtol=2e-3)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-4, 0.3, 1.0])
+def test_lerp_by_a_number_or_a_tensor(weight: float) -> None:
+    """The weight of a step may be known to the host or not; both mean the same."""
+    starts, ends = [torch.randn(3, 2), torch.randn(4)], [torch.randn(3, 2), torch.randn(4)]
+    by_number, by_tensor = copy.deepcopy(starts), copy.deepcopy(starts)
+    foreach_lerp(by_number, ends, weight)
+    foreach_lerp(by_tensor, ends, torch.tensor(weight))
+    for start, end, one, other in zip(starts, ends, by_number, by_tensor, strict=True):
+        assert torch.allclose(one, start + weight * (end - start), rtol=1e-6, atol=1e-7)
+        assert torch.allclose(other, one, rtol=1e-6, atol=1e-7)
+        if weight == 0:
+            assert torch.equal(other, start)
 
 
 def test_ema_copy_is_for_evaluation() -> None:

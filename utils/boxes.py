@@ -153,7 +153,7 @@ def non_max_suppression(
         candidates = _candidates(image_predictions, conf_thres, multi_label, classes)
         order = candidates[:, 4].argsort(descending=True, stable=True)[:max_candidates]
         candidates = candidates[order]
-        detections.append(candidates[_nms(candidates, iou_thres, agnostic)[:max_det]])
+        detections.append(candidates[_nms(candidates, iou_thres, agnostic, max_det)])
     return detections
 
 
@@ -177,8 +177,8 @@ def _candidates(predictions: Tensor, conf_thres: float, multi_label: bool, class
     return candidates
 
 
-def _nms(candidates: Tensor, iou_thres: float, agnostic: bool) -> Tensor:
-    """Greedy NMS of candidates (N, 6) [xyxy, conf, class]; returns (K,) kept rows, best first.
+def _nms(candidates: Tensor, iou_thres: float, agnostic: bool, max_det: int) -> Tensor:
+    """Greedy NMS of candidates (N, 6) [xyxy, conf, class], best first; returns (K,) kept rows, ``max_det`` at most.
 
     Classes are moved apart by a fixed offset. ``torchvision.ops.batched_nms`` moves them by the largest coordinate,
     which lets a box left of the image (x < 0) meet one of the class before it, and loses digits in fp32.
@@ -187,7 +187,15 @@ def _nms(candidates: Tensor, iou_thres: float, agnostic: bool) -> Tensor:
     boxes = candidates[:, :4].to(precise)
     if not agnostic:
         boxes = boxes + candidates[:, 5:6].to(precise) * CLASS_OFFSET
-    return torchvision.ops.nms(boxes, candidates[:, 4].to(precise), iou_thres)
+    scores = candidates[:, 4].to(precise)
+    # A box can be suppressed by better ones only, so the best boxes alone decide who is kept among them. An untrained
+    # network makes tens of thousands of candidates, of which the first few already fill an image.
+    considered = 4 * max_det
+    while True:
+        kept = torchvision.ops.nms(boxes[:considered], scores[:considered], iou_thres)
+        if len(kept) >= max_det or considered >= len(boxes):
+            return kept[:max_det]
+        considered *= 4
 
 
 def _stack(columns: list[Boxes]) -> Boxes:

@@ -110,7 +110,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _NotYetAction(argparse.Action):
-    """Swallows a flag of a later feature with its values, so that the other flags are still checked."""
+    """Swallows a flag of a later feature with its value, so that the other flags are still checked."""
 
     def __call__(self, parser: object, namespace: Any, values: object, option_string: str | None = None) -> None:
         namespace.not_yet = [*getattr(namespace, "not_yet", []), option_string]
@@ -132,7 +132,7 @@ def _parser(kind: type[Any]) -> _Parser:
             group.add_argument(*_spellings(item), dest=item.name, help=text, **_argument(item))
     for spelling in kind.not_yet:
         if " " not in spelling:
-            parser.add_argument(spelling, nargs="*", dest="not_yet", action=_NotYetAction, help=argparse.SUPPRESS)
+            parser.add_argument(spelling, nargs="?", dest="not_yet", action=_NotYetAction, help=argparse.SUPPRESS)
     # Old launchers pass the local rank as a flag; the environment says it too, and is what counts.
     parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
     return parser

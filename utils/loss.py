@@ -36,12 +36,12 @@ class LevelMatches:
     """Which cells of one level answer for which targets.
 
     Attributes:
-        cell: (M,) int64 flat index into (B, A, H, W).
+        cell: (M,) int64 flat index into (B, H, W, A), the order in which channels-last outputs lie in memory.
         box: (M, 4) cxcywh, grid units, center relative to the cell's corner.
         anchor: (M, 2) anchor width and height, grid units.
         category: (M,) int64 class.
         owner: (K,) int64 indices into the M matches, one for each distinct cell: the last match listed for it.
-        shape: (B, A, H, W) of the level.
+        cells: B * H * W * A of the level.
     """
 
     cell: Tensor
@@ -49,14 +49,15 @@ class LevelMatches:
     anchor: Tensor
     category: Tensor
     owner: Tensor
-    shape: tuple[int, int, int, int]
+    cells: int
 
     def to(self, device: torch.device) -> "LevelMatches":
         """Return the same matches on another device; the copy does not make the host wait."""
-        tensors = (self.cell, self.box, self.anchor, self.category, self.owner)
+        tensors = [self.cell, self.box, self.anchor, self.category, self.owner]
         if device.type == "cuda":
-            tensors = tuple(tensor.pin_memory() for tensor in tensors)
-        return LevelMatches(*(tensor.to(device, non_blocking=True) for tensor in tensors), shape=self.shape)
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        cell, box, anchor, category, owner = (tensor.to(device, non_blocking=True) for tensor in tensors)
+        return LevelMatches(cell, box, anchor, category, owner, self.cells)
 
 
 class DetectionLoss:
@@ -142,14 +143,14 @@ class DetectionLoss:
         corner = (xy.floor() + torch.tensor(OFFSETS)[offset_index]).clamp(min=torch.zeros(2), max=size - 1)
         column, row = corner.long().unbind(1)
         image = targets[target_index, 0].long()
-        cell = ((image * num_anchors + anchor_index) * rows + row) * columns + column
+        cell = ((image * rows + row) * columns + column) * num_anchors + anchor_index
         return LevelMatches(
             cell=cell,
             box=torch.cat([xy - corner, extent[target_index]], 1),
             anchor=anchors[anchor_index],
             category=targets[target_index, 1].long(),
             owner=_last_of_each(cell),
-            shape=shape,
+            cells=math.prod(shape),
         )
 
     def counts(self, matches: list[LevelMatches]) -> Tensor:
@@ -162,7 +163,7 @@ class DetectionLoss:
             (3, L) int64 [box, objectness, class] matches, cells, and matches x classes of each level.
         """
         found = [level.cell.numel() for level in matches]
-        cells = [math.prod(level.shape) for level in matches]
+        cells = [level.cells for level in matches]
         return torch.tensor([found, cells, [number * self.num_classes for number in found]])
 
     def sums(self, outputs: Sequence[Tensor], matches: list[LevelMatches]) -> Tensor:
@@ -180,16 +181,16 @@ class DetectionLoss:
         return torch.stack(columns, 1)
 
     def _level_sums(self, output: Tensor, level: LevelMatches) -> Tensor:
-        matched = output.reshape(-1, output.shape[-1])[level.cell]  # (M, 5 + C)
-        matched = _full_precision(matched)
+        flat = output.permute(0, 2, 3, 1, 4).reshape(-1, output.shape[-1])  # (B * H * W * A, 5 + C)
+        matched = _full_precision(flat[level.cell])  # (M, 5 + C)
         xy = matched[:, 0:2].sigmoid() * 2 - 0.5
         wh = (matched[:, 2:4].sigmoid() * 2) ** 2 * level.anchor
         _, overlap = ciou(torch.cat([xy, wh], 1), level.box)
 
-        objectness = _full_precision(output[..., 4])
-        wanted = objectness.new_zeros(level.shape)
+        objectness = _full_precision(flat[:, 4])
+        wanted = torch.zeros_like(objectness)
         # One write for each cell: duplicate indices would have no defined order on CUDA.
-        wanted.view(-1)[level.cell[level.owner]] = overlap.detach().clamp(min=0)[level.owner]
+        wanted[level.cell[level.owner]] = overlap.detach().clamp(min=0)[level.owner]
 
         obj_sum = self._bce(objectness, wanted, self.obj_pw).sum()
         if self.num_classes > 1:

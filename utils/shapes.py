@@ -56,7 +56,7 @@ MIN_CONTRAST = 32  # grey levels between a shape's mean color and what is under 
 LOW_CONTRAST_SHARE = 0.15  # shapes that have little more than the minimum
 TEXTURE_STRENGTH = 70  # grey levels between the two colors of a texture, at most
 CLUTTER = (3, 12)  # distractors per image: strokes, arcs, blobs
-NOISE = 5  # grey levels, at most
+NOISE = 3  # grey levels, at most
 
 PIXEL = 64  # geometry is in 1/64 pixel
 SUBPIXELS = 4  # masks are drawn 4 times as large
@@ -270,10 +270,8 @@ def _all_visible(shape: Shape, shapes: Sequence[Shape], owner: np.ndarray) -> bo
         return False
     below = owner[shape.window][solid]
     hidden = np.bincount(below[below >= 0], minlength=len(shapes))
-    for i in np.flatnonzero(hidden):
-        if np.count_nonzero(owner == i) - hidden[i] < MIN_VISIBLE * shapes[i].area:
-            return False
-    return True
+    touched = np.flatnonzero(hidden).tolist()
+    return all(np.count_nonzero(owner == i) - hidden[i] >= MIN_VISIBLE * shapes[i].area for i in touched)
 
 
 def _area(contours: Sequence[np.ndarray]) -> float:
@@ -296,7 +294,7 @@ def _uniform(rng: np.random.Generator, span: tuple[float, float]) -> float:
     return span[0] + (span[1] - span[0]) * float(rng.random())
 
 
-# Painting: colors are BGR, blends are integers in 0 .. 256
+# Painting: colors are BGR, blends are integers
 
 
 def paint(scene: Scene, rng: np.random.Generator) -> np.ndarray:
@@ -318,13 +316,23 @@ def paint(scene: Scene, rng: np.random.Generator) -> np.ndarray:
         _clutter(rng, image)
     for shape in scene.shapes:
         _paint_shape(rng, image, shape)
-    return np.clip(image + noise[..., None], 0, 255).astype(np.uint8)
+    return _add(image, noise)
 
 
 def _blend(color: np.ndarray, other: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Mix two colors (3,) by weights (H, W) in 0 .. 256 (0 = all ``color``); (H, W, 3) uint8."""
-    mixed = color.astype(np.int32) * (256 - weight[..., None]) + other.astype(np.int32) * weight[..., None]
-    return ((mixed + 128) >> 8).astype(np.uint8)
+    """Mix two colors (3,) by weights (H, W) uint8, 0 = all ``color``, 255 = all ``other``; (H, W, 3) uint8."""
+    steps = np.arange(256)[:, None]
+    table = (color.astype(np.int32) * (255 - steps) + other.astype(np.int32) * steps + 127) // 255
+    return cv2.LUT(cv2.merge([weight] * 3), table.astype(np.uint8)[None])
+
+
+def _add(image: np.ndarray, field: np.ndarray) -> np.ndarray:
+    """Add (H, W) int16 grey levels to each channel of (H, W, 3) uint8, clipped."""
+    return cv2.add(image, cv2.merge([field] * 3), dtype=cv2.CV_8U)
+
+
+def _clip(field: np.ndarray) -> np.ndarray:
+    return np.clip(field, 0, 255).astype(np.uint8)
 
 
 def _ramp(rng: np.random.Generator, height: int, width: int, period: float) -> np.ndarray:
@@ -337,25 +345,25 @@ def _ramp(rng: np.random.Generator, height: int, width: int, period: float) -> n
 
 
 def _mottle(rng: np.random.Generator, height: int, width: int, cell: float) -> np.ndarray:
-    """(H, W) int32 smooth random field 0 .. 255 with features of ``cell`` pixels."""
+    """(H, W) uint8 smooth random field with features of ``cell`` pixels."""
     grid = rng.integers(0, 256, (max(2, round(height / cell)), max(2, round(width / cell))), np.uint8)
-    return cv2.resize(grid, (width, height), interpolation=cv2.INTER_LINEAR_EXACT).astype(np.int32)
+    return cv2.resize(grid, (width, height), interpolation=cv2.INTER_LINEAR_EXACT)
 
 
 def _pattern(rng: np.random.Generator, height: int, width: int, size: float) -> np.ndarray:
-    """(H, W) int32 weights 0 .. 256 of a texture: plain, shaded, striped, checkered, dotted or mottled."""
+    """(H, W) uint8 weights of a texture: plain, shaded, striped, checkered, dotted or mottled."""
     kind = int(rng.integers(6))
     period = max(6.0, size * _uniform(rng, (0.15, 0.40)))
     if kind == 0:
-        return np.full((height, width), int(rng.integers(257)), np.int32)
+        return np.full((height, width), int(rng.integers(256)), np.uint8)
     if kind == 1:
-        return _ramp(rng, height, width, 3 * size)
+        return _clip(_ramp(rng, height, width, 3 * size))
     if kind == 2:
-        return np.clip((_ramp(rng, height, width, period) - 128) * 4 + 128, 0, 256)
+        return _clip((_ramp(rng, height, width, period) - 128) * 4 + 128)
     if kind in (3, 4):
         one, other = _ramp(rng, height, width, period), _ramp(rng, height, width, period)
         checks = ((one - 128) * (other - 128) >> 4) + 128
-        return np.clip(checks if kind == 3 else (one + other - 320) * 4, 0, 256)
+        return _clip(checks if kind == 3 else (one + other - 320) * 4)
     return _mottle(rng, height, width, period)
 
 
@@ -368,7 +376,7 @@ def _color(rng: np.random.Generator, vivid: bool) -> np.ndarray:
 
 def _background(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     """(H, W, 3) uint8: a gradient, mottled, with a faint pattern at times."""
-    weight = _ramp(rng, height, width, _uniform(rng, (700, 1600)))
+    weight = _clip(_ramp(rng, height, width, _uniform(rng, (700, 1600))))
     image = _blend(_color(rng, False), _color(rng, False), weight)
     if rng.random() < 0.7:
         image = _shift(image, _mottle(rng, height, width, _uniform(rng, (30, 120))), int(rng.integers(20, 90)))
@@ -378,8 +386,8 @@ def _background(rng: np.random.Generator, height: int, width: int) -> np.ndarray
 
 
 def _shift(image: np.ndarray, weight: np.ndarray, strength: int) -> np.ndarray:
-    """Lighten and darken by a field of weights 0 .. 256; ``strength`` is the whole span in grey levels."""
-    return np.clip(image + ((weight - 128) * strength >> 8)[..., None], 0, 255).astype(np.uint8)
+    """Lighten and darken by a field of weights 0 .. 255; ``strength`` is the whole span in grey levels."""
+    return _add(image, (weight.astype(np.int16) - 128) * strength >> 8)
 
 
 def _clutter(rng: np.random.Generator, image: np.ndarray) -> None:
@@ -455,7 +463,7 @@ def _texture(rng: np.random.Generator, under: np.ndarray, shape: Shape) -> np.nd
 
 
 def shapes_root() -> Path:
-    """Where the set lives by default: ``datasets/shapes`` of the project, or the user's cache if that can't be written."""
+    """Where the set lives by default: ``datasets/shapes`` of the project, else (read-only) the user's cache folder."""
     local = ROOT / "datasets" / "shapes"
     above = next(folder for folder in local.parents if folder.is_dir())
     if is_complete(local) or os.access(above, os.W_OK):
@@ -493,7 +501,7 @@ def ensure_shapes(root: Path, logger: logging.Logger | None = None) -> None:
     root = Path(root).resolve()
     if is_complete(root):
         return
-    if root.exists() and _version(root) is None and (not root.is_dir() or any(root.iterdir())):
+    if _is_foreign(root):
         raise UserError(f"{root} is not the built-in data set: move it away, or change path in the data YAML")
     logger = logger or logging.getLogger("lockstep")
     logger.info(f"Drawing the built-in shapes data set ({sum(COUNTS.values())} images, once) into {root}")
@@ -571,6 +579,19 @@ def _version(root: Path) -> int | None:
         return int(marker["version"]) if marker["generator"] == "shapes" else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _is_foreign(root: Path) -> bool:
+    """Whether ``root`` is somebody's: not absent, not empty and not a set of any version."""
+    try:
+        content = os.listdir(root)
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return True
+    if MARKER not in content:
+        return bool(content)
+    return _version(root) is None and (root / MARKER).exists()  # else another process has just moved it
 
 
 def _beside(root: Path) -> Path:

@@ -89,10 +89,7 @@ def select_device(flag: str | int | Sequence[str | int] = "") -> torch.device:
 
 
 def memory_usage(device: torch.device) -> float:
-    """Return the memory that this process holds, in GB (1e9 bytes): reserved on a GPU, resident on the CPU.
-
-    0 where the system does not tell.
-    """
+    """Return the GB (1e9 bytes) this process holds: reserved on a GPU, resident on the CPU, 0 where that is unknown."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device) / 1e9
     if device.type == "mps":
@@ -326,7 +323,9 @@ def choose_precision(flag: str, device: torch.device) -> Precision:
     """
     usable = ["off"]
     if device.type == "cuda":
-        usable = ["bf16", "fp16", "off"] if _cuda_has_bf16(device) else ["fp16", "off"]
+        # bf16 from Ampere (8.0) on; older ones emulate it, slower than fp32
+        native = torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] >= 8
+        usable = ["bf16", "fp16", "off"] if native else ["fp16", "off"]
     elif device.type == "cpu" and cpu_has_bf16():
         usable = ["bf16", "off"]
     if flag == "auto":
@@ -337,21 +336,10 @@ def choose_precision(flag: str, device: torch.device) -> Precision:
     return Precision(flag)
 
 
-def _cuda_has_bf16(device: torch.device) -> bool:
-    # from Ampere (8.0) on; older ones emulate it, slower than fp32
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] >= 8
-
-
 def cpu_has_bf16() -> bool:
     """Whether the CPU multiplies bf16 in hardware (AVX512_BF16 or AMX); elsewhere it is slower than fp32."""
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private, so a torch without them is no error
-    if any(getattr(torch.cpu, check, lambda: False)() for check in checks):
-        return True
-    try:
-        words = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return False
-    return bool(words & {"avx512_bf16", "amx_bf16"})
+    return any(getattr(torch.cpu, check, lambda: False)() for check in checks)
 
 
 # Guarded steps: a window whose gradient is not finite leaves no trace -------------------------------------------------
@@ -440,6 +428,19 @@ class BufferSnapshot:
 # EMA ------------------------------------------------------------------------------------------------------------------
 
 
+def foreach_lerp(tensors: list[Tensor], ends: list[Tensor], weight: float | Tensor) -> None:
+    """Move tensors toward others in place; weight 0 leaves them, 1 takes the others.
+
+    Torch has no fused kernel for a weight () that is on the device; three of them and a copy of the tensors stand in.
+    """
+    if isinstance(weight, float):
+        torch._foreach_lerp_(tensors, ends, weight)
+        return
+    change = torch._foreach_sub(ends, tensors)
+    torch._foreach_mul_(change, weight)
+    torch._foreach_add_(tensors, change)
+
+
 class ModelEMA:
     """Exponential moving average of everything in a model's state dict, BatchNorm statistics included.
 
@@ -479,12 +480,10 @@ class ModelEMA:
         source, target = raw_model.state_dict(), self.module.state_dict()
         weight: float | Tensor = 1.0 - self.decay * (1.0 - math.exp(-self.updates / self.tau))
         if found_inf is not None:
-            weight = weight * (1.0 - found_inf)
             self.skipped += found_inf
-        averages = [target[name] for name in self.floating]
-        change = torch._foreach_sub([source[name] for name in self.floating], averages)
-        torch._foreach_mul_(change, weight)
-        torch._foreach_add_(averages, change)
+            weight = weight * (1.0 - found_inf)
+            weight = weight.item() if found_inf.device.type == "cpu" else weight  # on the CPU there is no wait
+        foreach_lerp([target[name] for name in self.floating], [source[name] for name in self.floating], weight)
         if self.counters:
             torch._foreach_copy_([target[name] for name in self.counters], [source[name] for name in self.counters])
 
