@@ -7,11 +7,10 @@ python train.py --resume runs/train/exp                                   go on 
 
 import sys
 
-from utils.config import TrainConfig
-from utils.flags import given_flags
+from utils.config import TrainConfig, parse_train
 
 if __name__ == "__main__":
-    given_flags(TrainConfig, sys.argv[1:])  # --help and mistyped flags end here, before torch is imported
+    parse_train(sys.argv[1:])  # --help and mistyped flags end here, before torch is imported
 
 import contextlib
 import dataclasses
@@ -21,14 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 import val
 from models.families import Family, family_of, load_model, weights_of
 from models.yolo import DetectionModel, count_flops, load_state
-from utils.augmentations import resized_shape
 from utils.config import (
     DataConfig,
     Hyp,
@@ -45,13 +42,15 @@ from utils.dataloaders import (
     TrainLoader,
     ValLoader,
     batch_imgsz,
+    choose_num_workers,
+    create_cache,
     resize_batch,
     train_loader,
     val_loader,
 )
 from utils.dataset import LabelIndex, open_split
 from utils.errors import Problems, UserError, run_cli
-from utils.image_cache import ImageCache
+from utils.flags import given_flags
 from utils.logging import CsvLog, DeviceMeter, get_logger
 from utils.loss import DetectionLoss
 from utils.metrics import format_table
@@ -457,29 +456,26 @@ def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, Va
     """Open image caches and loaders, all to be closed by the stack."""
     config, imgsz, env = run.config, run.imgsz, run.env
     stride = run.raw_model.detect.strides[-1]
-    train_cache = stack.enter_context(contextlib.closing(open_cache(run.train_index, imgsz, config.cache, "linear")))
-    val_cache = stack.enter_context(contextlib.closing(open_cache(run.val_index, imgsz, config.cache, "area")))
+    train_cache = create_cache(run.train_index, imgsz, config.cache, train=True)
+    stack.enter_context(contextlib.closing(train_cache))
+    val_cache = create_cache(run.val_index, imgsz, config.cache, train=False)
+    stack.enter_context(contextlib.closing(val_cache))
     train_set = DetectionDataset(run.train_index, train_cache, run.hyp, imgsz, config.seed, config.rect)
     val_set = DetectionDataset(run.val_index, val_cache, None, imgsz)
     train_batches = train_loader(
         train_set,
         run.plan.global_batch,
         env,
-        config.workers,
+        choose_num_workers(config.workers, env.local_world_size, run.plan.local_batch),
         stride=stride,
         start_epoch=run.state.epoch,
         start_batch=run.state.batch,
     )
     stack.enter_context(contextlib.closing(train_batches))
-    val_batches = val_loader(val_set, val_batch_of(run), env, config.workers, stride=stride)
+    val_workers = choose_num_workers(config.workers, env.local_world_size, val_batch_of(run))
+    val_batches = val_loader(val_set, val_batch_of(run), env, val_workers, stride=stride)
     stack.enter_context(contextlib.closing(val_batches))
     return train_batches, val_batches
-
-
-def open_cache(index: LabelIndex, imgsz: int, mode: str, interpolation: str) -> ImageCache:
-    """Open the cache of a split's images at training size."""
-    shapes = np.array([resized_shape(*shape, imgsz) for shape in index.shapes.tolist()])
-    return ImageCache.create(index, imgsz, mode, shapes=shapes, interpolation=interpolation)
 
 
 def val_batch_of(run: Run) -> int:

@@ -25,9 +25,10 @@ from tqdm import tqdm
 from models.families import Family, load_model
 from models.yolo import DetectionModel
 from utils.boxes import cxcywh_to_xyxy, scale_boxes
-from utils.dataloaders import Batch, DetectionDataset, ValLoader, val_loader
+from utils.dataloaders import Batch, DetectionDataset, ValLoader, choose_num_workers, val_loader
 from utils.dataset import LabelIndex, open_split
 from utils.errors import Problems, UserError, run_cli
+from utils.image_cache import ImageCache
 from utils.logging import get_logger
 from utils.loss import DetectionLoss
 from utils.metrics import IOU_THRESHOLDS, Metrics, format_table, match_detections, summarize
@@ -198,8 +199,9 @@ def run(config: ValConfig, env: DistEnv) -> Evaluation | None:
             f"{data.num_classes}; use the data set that the weights were trained on"
         )
     index = open_split(data, config.task)
-    dataset = DetectionDataset(index, None, None, config.imgsz)
-    loader = val_loader(dataset, config.batch_size, env, config.workers, stride=model.detect.strides[-1])
+    dataset = DetectionDataset(index, ImageCache(), None, config.imgsz)
+    workers = choose_num_workers(config.workers, env.local_world_size, config.batch_size)
+    loader = val_loader(dataset, config.batch_size, env, workers, stride=model.detect.strides[-1])
     run_dir = create_run_dir(config.project, config.name, config.exist_ok)
     evaluation = evaluate(
         model,

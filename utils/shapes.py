@@ -10,6 +10,7 @@ other shapes cover. At least MIN_VISIBLE of each shape (its full area, also what
     python -m utils.shapes [FOLDER]        draw it now
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -65,6 +66,8 @@ OPAQUE = 128
 PLACE_TRIES = 40
 MARKER = "shapes.json"  # written last into a set; a folder without it is not ours
 
+Box = tuple[float, float, float, float]  # xyxy, pixels
+
 
 # Shapes: each function returns contours in a unit square around the origin, even-odd filled
 
@@ -74,17 +77,9 @@ def _arc(points: int, radius: float = 1.0) -> np.ndarray:
     return np.stack([np.cos(angles), np.sin(angles)], 1) * radius
 
 
-def _circle(rng: np.random.Generator) -> list[np.ndarray]:
-    return [_arc(96)]
-
-
 def _triangle(rng: np.random.Generator) -> list[np.ndarray]:
     tip = _uniform(rng, (-0.35, 0.35))
     return [np.array([[-1.0, 0.9], [1.0, 0.9], [tip, -0.9]])]
-
-
-def _square(rng: np.random.Generator) -> list[np.ndarray]:
-    return [np.array([[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]])]
 
 
 def _star(rng: np.random.Generator) -> list[np.ndarray]:
@@ -113,9 +108,9 @@ def _heart(rng: np.random.Generator) -> list[np.ndarray]:
 
 # class name -> outline; the order is that of the class ids in data/shapes.yaml
 OUTLINES: dict[str, Callable[[np.random.Generator], list[np.ndarray]]] = {
-    "circle": _circle,
+    "circle": lambda rng: [_arc(96)],
     "triangle": _triangle,
-    "square": _square,
+    "square": lambda rng: [np.array([[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]])],
     "star": _star,
     "cross": _cross,
     "ring": _ring,
@@ -139,7 +134,7 @@ class Shape:
     class_id: int
     contours: list[np.ndarray]
     area: float
-    box: tuple[float, float, float, float]
+    box: Box
     left: int
     top: int
     alpha: np.ndarray
@@ -195,9 +190,7 @@ def _place(rng: np.random.Generator, shapes: Sequence[Shape], owner: np.ndarray)
         shape = _draw_shape(rng, size, cx, cy, *owner.shape)
         if shape is None:
             continue
-        others = np.array([other.box for other in shapes]).reshape(-1, 4)
-        iou = _iou(np.array(shape.box), others)
-        closest = iou.max(initial=0.0)
+        closest = max((_iou(shape.box, other.box) for other in shapes), default=0.0)
         if low <= closest <= high and _all_visible(shape, shapes, owner):
             return shape
     return None
@@ -207,12 +200,7 @@ def _draw_place(rng: np.random.Generator, partner: Shape | None, height: int, wi
     """Size and center for a shape, in pixels: anywhere, or beside the middle of its partner."""
     if partner is None:
         kind = rng.random()
-        if kind < SMALL_SHARE:
-            span = SMALL_SIZE
-        elif kind < SMALL_SHARE + LARGE_SHARE:
-            span = LARGE_SIZE
-        else:
-            span = SIZE
+        span = SMALL_SIZE if kind < SMALL_SHARE else LARGE_SIZE if kind < SMALL_SHARE + LARGE_SHARE else SIZE
         size = span[0] * (span[1] / span[0]) ** rng.random()
         margin = 0.3 * size  # most shapes lie inside, some are cut off
         return size, margin + rng.random() * (width - 2 * margin), margin + rng.random() * (height - 2 * margin)
@@ -238,11 +226,7 @@ def _draw_shape(rng: np.random.Generator, size: float, cx: float, cy: float, hei
 
 
 def rasterize(class_id: int, contours: list[np.ndarray], height: int, width: int) -> Shape | None:
-    """Mask and label of contours in an image.
-
-    Returns:
-        The shape; None if too little of it lies inside the image or a side of its box is out of bounds.
-    """
+    """Mask and label of contours; None if too little lies inside the image or a side of the box is out of bounds."""
     low = np.maximum(contours[0].min(0) // PIXEL, 0)
     high = np.minimum(-(-contours[0].max(0) // PIXEL), [width, height])
     columns, rows = (high - low).tolist()
@@ -253,7 +237,8 @@ def rasterize(class_id: int, contours: list[np.ndarray], height: int, width: int
     local = [points - low.astype(np.int32) * PIXEL - (1 << SHIFT) // 2 for points in contours]
     cv2.fillPoly(large, local, OPAQUE, cv2.LINE_8, SHIFT)
     x, y, w, h = cv2.boundingRect(large)
-    area = _area(contours)
+    areas = [cv2.contourArea(points) / PIXEL**2 for points in contours]
+    area = areas[0] - sum(areas[1:])  # the others are holes
     inside = cv2.countNonZero(large) / SUBPIXELS**2
     if inside < MIN_VISIBLE * area or not MIN_SIDE * SUBPIXELS <= min(w, h) <= max(w, h) <= MAX_SIDE * SUBPIXELS:
         return None
@@ -274,20 +259,10 @@ def _all_visible(shape: Shape, shapes: Sequence[Shape], owner: np.ndarray) -> bo
     return all(np.count_nonzero(owner == i) - hidden[i] >= MIN_VISIBLE * shapes[i].area for i in touched)
 
 
-def _area(contours: Sequence[np.ndarray]) -> float:
-    """Area between the first contour and the holes in it, pixels (shoelace formula)."""
-    areas = []
-    for points in contours:
-        x, y = points.astype(np.int64).T
-        areas.append(abs(int(np.sum(x * np.roll(y, 1) - y * np.roll(x, 1)))) / (2 * PIXEL**2))
-    return areas[0] - sum(areas[1:])
-
-
-def _iou(box: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """IoU of one box (4,) with others (N, 4), xyxy; (N,), empty for none."""
-    inner = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
-    inter = inner.clip(0).prod(1)
-    return inter / (np.prod(box[2:] - box[:2]) + (others[:, 2:] - others[:, :2]).prod(1) - inter)
+def _iou(a: Box, b: Box) -> float:
+    w, h = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    inter = max(w, 0.0) * max(h, 0.0)
+    return inter / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - inter)
 
 
 def _uniform(rng: np.random.Generator, span: tuple[float, float]) -> float:
@@ -426,14 +401,13 @@ def _blob(rng: np.random.Generator, image: np.ndarray, x: int, y: int, color: li
 def _paint_shape(rng: np.random.Generator, image: np.ndarray, shape: Shape) -> None:
     """Paint a textured shape over the image; in place."""
     window = image[shape.window]
-    height, width = shape.alpha.shape
     texture = _texture(rng, np.array(cv2.mean(window, (shape.alpha > 0).astype(np.uint8))[:3]), shape)
     if rng.random() < 0.35:
         local = [points - np.array([shape.left, shape.top], np.int32) * PIXEL - PIXEL // 2 for points in shape.contours]
         shade = 0.45 if rng.random() < 0.7 else 1.6
         edge = np.clip(np.rint(np.array(cv2.mean(texture)[:3]) * shade), 0, 255).tolist()
-        thickness = 1 + min(height, width) // 24
-        cv2.polylines(texture, local, True, edge, min(thickness, 6), cv2.LINE_AA, 6)  # its outer half is masked away
+        thickness = min(1 + min(shape.alpha.shape) // 24, 6)
+        cv2.polylines(texture, local, True, edge, thickness, cv2.LINE_AA, 6)  # its outer half is masked away
     alpha = shape.alpha.astype(np.int32)[..., None]
     window[:] = (window * (OPAQUE - alpha) + texture * alpha + OPAQUE // 2) // OPAQUE
 
@@ -445,10 +419,7 @@ def _texture(rng: np.random.Generator, under: np.ndarray, shape: Shape) -> np.nd
     faint = rng.random() < LOW_CONTRAST_SHARE
     best, best_contrast = np.zeros((height, width, 3), np.uint8), -1.0
     for _ in range(12):
-        if faint:
-            color = np.clip(under + rng.integers(-60, 61, 3), 0, 255)
-        else:
-            color = _color(rng, True)
+        color = np.clip(under + rng.integers(-60, 61, 3), 0, 255) if faint else _color(rng, True)
         change = rng.integers(-TEXTURE_STRENGTH, TEXTURE_STRENGTH + 1, 3) // (2 if faint else 1)
         texture = _blend(color, np.clip(color + change, 0, 255), pattern)
         contrast = float(np.abs(np.array(cv2.mean(texture, shape.alpha)[:3]) - under).max())
@@ -475,12 +446,9 @@ def is_complete(root: Path) -> bool:
     """Whether ``root`` holds the whole set as this version draws it."""
     if _version(root) != VERSION:
         return False
+    folders = [(root / kind / split, count) for kind in ("images", "labels") for split, count in COUNTS.items()]
     try:
-        return all(
-            len(os.listdir(root / kind / split)) >= count
-            for kind in ("images", "labels")
-            for split, count in COUNTS.items()
-        )
+        return all(len(os.listdir(folder)) >= count for folder, count in folders)
     except FileNotFoundError:
         return False  # somebody removed part of it
 
@@ -512,9 +480,7 @@ def ensure_shapes(root: Path, logger: logging.Logger | None = None) -> None:
         draw_set(scratch, COUNTS, progress=logger.isEnabledFor(logging.INFO))
         _install(scratch, root)
     except OSError as error:
-        raise UserError(
-            f"can't draw the built-in shapes into {root} ({error}); path in the data YAML names another"
-        ) from error
+        raise UserError(f"can't draw the shapes into {root} ({error}); path in the data YAML names another") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -536,9 +502,8 @@ def draw_set(folder: Path, counts: dict[str, int], num_threads: int | None = Non
     cv2.setNumThreads(1)  # images side by side are faster than OpenCV's threads inside of one
     pool = ThreadPoolExecutor(num_threads or min(8, os.cpu_count() or 1))
     try:
-        for _ in tqdm(
-            pool.map(_write_sample, work), "shapes", len(work), unit="image", disable=not progress, leave=False
-        ):
+        done = pool.map(_write_sample, work)
+        for _ in tqdm(done, "shapes", len(work), unit="image", disable=not progress, leave=False):
             pass
     finally:
         pool.shutdown(cancel_futures=True)
@@ -588,7 +553,7 @@ def _is_foreign(root: Path) -> bool:
     except FileNotFoundError:
         return False
     except NotADirectoryError:
-        return True
+        return root.exists()  # else a folder above it is a file
     if MARKER not in content:
         return bool(content)
     return _version(root) is None and (root / MARKER).exists()  # else another process has just moved it
@@ -602,11 +567,9 @@ def _beside(root: Path) -> Path:
 def _remove_leftovers(root: Path) -> None:
     """Remove what a killed process left; what is younger than an hour may still be in use."""
     for folder in root.parent.glob(f".{root.name}.*.tmp"):
-        try:
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
             if time.time() - folder.stat().st_mtime > 3600:
                 shutil.rmtree(folder, ignore_errors=True)
-        except FileNotFoundError:
-            pass  # another process was faster
 
 
 def _install(scratch: Path, root: Path) -> None:
