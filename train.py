@@ -15,7 +15,7 @@ if __name__ == "__main__":
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,20 +24,20 @@ import torch
 from torch import nn
 
 import val
-from models.families import Family, family_of, load_model, weights_of
+from models.families import Family, family_of
+from models.start import fit_imgsz, freeze, network_spec, start_from
 from models.yolo import DetectionModel, count_flops, load_state
 from utils.config import (
     DataConfig,
     Hyp,
     build_config,
     config_to_dict,
-    find_yaml,
     load_data,
     load_hyp,
-    load_yaml,
 )
 from utils.console import EpochProgress, RunClock, duration, format_lines, machine
 from utils.dataloaders import (
+    Batch,
     DetectionDataset,
     TrainLoader,
     ValLoader,
@@ -137,7 +137,7 @@ class Run:
     schedule: Schedule
     precision: Precision
     scaler: torch.amp.GradScaler
-    ema: ModelEMA
+    ema: ModelEMA[DetectionModel]
     buffers: BufferSnapshot
     meter: DeviceMeter
     state: TrainState
@@ -251,7 +251,7 @@ def set_up(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = N
     return run
 
 
-def train_epoch(run: Run, batches: TrainLoader, clock: RunClock) -> list[float]:
+def train_epoch(run: Run, batches: Iterator[Batch], clock: RunClock) -> list[float]:
     """Train on the batches of one epoch that are still to do. Collective: every rank must call it.
 
     Returns:
@@ -401,47 +401,10 @@ def load_settings(config: TrainConfig, resumed: Mapping[str, Any] | None) -> tup
         hyp, spec = problems.attempt(lambda: Hyp(**resumed["hyp"])), resumed["spec"]
     else:
         hyp = problems.attempt(lambda: load_hyp(config.hyp))
-        source = (lambda: load_yaml(find_yaml(config.cfg, "model"))) if config.cfg else (lambda: weights_spec(config))
-        spec = problems.attempt(source)
+        spec = problems.attempt(lambda: network_spec(config.cfg, config.weights))
     problems.raise_if_any()
     assert hyp is not None and data is not None and spec is not None
     return hyp, data, spec
-
-
-def weights_spec(config: TrainConfig) -> Mapping[str, Any]:
-    """Return the network that ``--weights`` were trained in."""
-    spec = load_checkpoint(Path(config.weights)).get("spec")
-    if spec is None:
-        raise UserError(f"--weights {config.weights} does not say which network it is for; add --cfg")
-    return spec
-
-
-def start_from(raw_model: DetectionModel, weights: str) -> None:
-    """Load ``--weights`` into a network; with another number of classes all but the head."""
-    report = load_state(raw_model, weights_of(load_checkpoint(Path(weights))))
-    left = f"; {len(report.left)} keep their initialization ({next(iter(report.left.values()))})" if report.left else ""
-    get_logger().info(f"weights     {weights}: {report.taken} tensors taken{left}")
-
-
-def freeze(raw_model: DetectionModel, layers: list[int]) -> None:
-    """Stop training some layers: one number N means the first N, several mean exactly these. BatchNorm still adapts."""
-    frozen = set(range(layers[0]) if len(layers) == 1 else layers)
-    outside = sorted(frozen - set(range(len(raw_model.model))))
-    if outside:
-        raise UserError(f"--freeze {outside[0]}: the network has layers 0 to {len(raw_model.model) - 1}")
-    for layer in frozen:
-        raw_model.model[layer].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in raw_model.parameters()):
-        raise UserError(f"--freeze {' '.join(map(str, layers))} leaves nothing to train")
-
-
-def fit_imgsz(imgsz: int, raw_model: DetectionModel) -> int:
-    """Round an image size up to a multiple of the largest stride, twice the stride at least."""
-    stride = raw_model.detect.strides[-1]
-    fitted = max(math.ceil(imgsz / stride), 2) * stride
-    if fitted != imgsz:
-        get_logger().warning(f"--imgsz {imgsz} is not a multiple of the network's stride {stride}; {fitted} is used")
-    return fitted
 
 
 def open_run_dir(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | None) -> Path:
@@ -491,11 +454,15 @@ def header(run: Run) -> str:
     times_seen = schedule.batches_per_epoch * plan.global_batch / len(run.train_index)
     lines = [
         ("Lockstep", f"{lockstep_version()}, {machine(run.env.device)}"),
-        ("run", f"{run.run_dir}, seed {config.seed}, {'' if torch.are_deterministic_algorithms_enabled() else 'not '}deterministic"),
+        (
+            "run",
+            f"{run.run_dir}, seed {config.seed}"
+            + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
+        ),
         (
             "data",
-            f"{run.data.path.name}: {len(run.train_index)} images to train on with {run.train_index.num_instances} objects of "
-            f"{run.data.num_classes} classes, {len(run.val_index)} to validate on"
+            f"{run.data.path.name}: {len(run.train_index)} images to train on with {run.train_index.num_instances} "
+            f"objects of {run.data.num_classes} classes, {len(run.val_index)} to validate on"
             + (f"; an epoch sees each image {times_seen:.1f} times" if times_seen >= 1.5 else ""),
         ),
         (
@@ -554,7 +521,9 @@ def resume_config(given: Mapping[str, Any], run_dir: Path, saved: Mapping[str, A
     changed = {name for name in given if name not in RESUMABLE_FLAGS and given[name] != saved["config"].get(name)}
     if changed:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(changed))
-        raise UserError(f"--resume {run_dir}: {flags} differ from the run's own (see {run_dir / 'opt.yaml'}); leave them out")
+        raise UserError(
+            f"--resume {run_dir}: {flags} differ from the run's own (see {run_dir / 'opt.yaml'}); leave them out"
+        )
     config = build_config(
         TrainConfig, saved["config"] | {name: value for name, value in given.items() if name in RESUMABLE_FLAGS}
     )

@@ -110,8 +110,8 @@ def evaluate(
         outputs = _forward(model, images)
         decoded = family.decode(model, outputs)
         inferred = time.perf_counter()
-        detections = family.postprocess(decoded, conf_thres, iou_thres, multi_label=len(names) > 1, max_det=max_det)
-        detections = [_to_original(found, batch.geometry[row]) for row, found in enumerate(detections)]
+        found = family.postprocess(decoded, conf_thres, iou_thres, multi_label=len(names) > 1, max_det=max_det)
+        detections = [_to_original(image, geometry) for image, geometry in zip(found, batch.geometry, strict=True)]
         done = time.perf_counter()
         sums, counts = _losses(criterion, outputs, batch)
         seconds = np.diff([start, prepared, inferred, done])

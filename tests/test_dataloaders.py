@@ -233,7 +233,7 @@ def test_collate_makes_planes_and_numbers_images(index: LabelIndex) -> None:
     dataset = DetectionDataset(index, OFF, None, 64)
     requests = [SampleRequest(3, 12 + j, i, 64, 96) for j, i in enumerate((2, 5, 1, 2))]
     batch = collate([dataset[request] for request in requests], 5)
-    assert batch.images.is_contiguous()
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
     assert (batch.images.dtype, batch.images.shape) == (torch.uint8, (4, 3, 64, 96))
     for image, request in zip(batch.images, requests, strict=True):
         np.testing.assert_array_equal(image.numpy(), dataset[request].image[:, :, ::-1].transpose(2, 0, 1))

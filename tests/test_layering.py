@@ -20,6 +20,7 @@ ROWS = (
     ("models.common",),
     ("models.yolo",),
     ("models.families",),
+    ("models.start",),
     ("val",),
     ("train",),
 )

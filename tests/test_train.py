@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -42,7 +43,7 @@ def make_data(folder: Path, train: int = 10, val: int = 4) -> Path:
             image = rng.integers(0, 80, (48, 64, 3), dtype=np.uint8)
             rows = []
             for _ in range(number % 3):  # some images are empty
-                category, x, y, side = rng.integers(2), rng.integers(0, 40), rng.integers(0, 24), rng.integers(12, 24)
+                category, x, y, side = (int(rng.integers(*span)) for span in ((0, 2), (0, 40), (0, 24), (12, 24)))
                 cv2.rectangle(image, (x, y), (x + side, y + side), ((255, 0, 0), (0, 0, 255))[category], -1)
                 box = ((x + side / 2) / 64, (y + side / 2) / 48, side / 64, side / 48)
                 rows.append(" ".join(map(str, (category, *np.clip(box, 0, 1)))))
@@ -73,7 +74,7 @@ def whole_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs/train/run"
 
 
-def load(path: Path) -> dict[str, object]:
+def load(path: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True)
 
 
@@ -168,9 +169,13 @@ def test_workers_and_cache_change_nothing(data: Path, whole_run: Path, tmp_path:
 def test_val_measures_what_training_measured(data: Path, whole_run: Path, tmp_path: Path) -> None:
     """val.py on best.pt repeats the best epoch's row of results.csv."""
     best = whole_run / "weights/best.pt"
-    done = launch("--weights", str(best), "--data", str(data), "--img", "64", "--batch", "4", cwd=tmp_path, script="val.py")
+    done = launch(
+        "--weights", str(best), "--data", str(data), "--img", "64", "--batch", "4", cwd=tmp_path, script="val.py"
+    )
     assert done.returncode == 0, done.stderr
-    figures = [float(word) for word in re.search(r"^\s+all(.*)$", done.stdout, re.M)[1].split()[2:]]
+    table_row = re.search(r"^\s+all(.*)$", done.stdout, re.M)
+    assert table_row is not None
+    figures = [float(word) for word in table_row[1].split()[2:]]
     with (whole_run / "results.csv").open() as file:
         rows = [[float(cell) for cell in row] for row in list(csv.reader(file))[1:]]
     best_row = max(rows, key=lambda row: 0.1 * row[6] + 0.9 * row[7])

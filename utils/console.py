@@ -100,8 +100,8 @@ class EpochProgress:
             rate = (self.images - self.looked_images) / waited
             left = duration(self.clock.left(self.epoch + self.bar.n / self.batches))
             self.bar.set_postfix_str(
-                f"box {box:.4f}, obj {objectness:.4f}, cls {category:.4f}, lr {lr:.2g}, {imgsz} px, {rate:.0f} images/s, "
-                f"{memory_usage(self.device):.1f} GB, {left} left",
+                f"box {box:.4f}, obj {objectness:.4f}, cls {category:.4f}, lr {lr:.2g}, {imgsz} px, "
+                f"{rate:.0f} images/s, {memory_usage(self.device):.1f} GB, {left} left",
                 refresh=True,
             )
             self.looked, self.looked_images = time.perf_counter(), self.images

@@ -39,6 +39,7 @@ ORDER_POSITION = 2**64 - 1
 SHAPE_POSITION = 2**64 - 2
 
 PREFETCH_BATCHES = 2  # per worker
+WORKER_NICENESS = 10
 MULTI_SCALE = (0.5, 1.5)  # of the image size
 
 
@@ -81,7 +82,7 @@ class Batch(NamedTuple):
     """One rank's share of a batch.
 
     Attributes:
-        images: (B, 3, H, W) uint8 RGB, contiguous.
+        images: (B, 3, H, W) uint8 RGB, channels last in memory as images are, and as networks are fastest with.
         targets: (T, 6) float32 [image, class, cx, cy, w, h], cxcywhn of the network input; image indexes this batch.
         indices: (B,) int64, the images' places in the label index.
         epoch: 0-based.
@@ -370,17 +371,15 @@ class DetectionDataset(Dataset[Sample]):
 def collate(samples: Sequence[Sample], batch_size: int) -> Batch:
     """Join samples of one shape; ``batch_size`` is the batch over all ranks that positions count in."""
     first = samples[0].request
-    images = torch.empty((len(samples), 3, first.height, first.width), dtype=torch.uint8)
-    planes = images.numpy()
-    for image, sample in zip(planes, samples, strict=True):
-        for channel in range(3):
-            cv2.extractChannel(sample.image, 2 - channel, image[channel])  # BGR -> RGB
+    images = torch.empty((len(samples), first.height, first.width, 3), dtype=torch.uint8)
+    for image, sample in zip(images.numpy(), samples, strict=True):
+        cv2.cvtColor(sample.image, cv2.COLOR_BGR2RGB, dst=image)
     counts = [len(sample.labels) for sample in samples]
     targets = np.empty((sum(counts), 6), np.float32)
     targets[:, 0] = np.repeat(np.arange(len(samples)), counts)
     targets[:, 1:] = np.concatenate([sample.labels for sample in samples])
     return Batch(
-        images,
+        images.permute(0, 3, 1, 2),
         torch.from_numpy(targets),
         torch.tensor([sample.request.index for sample in samples], dtype=torch.int64),
         first.epoch,
@@ -395,8 +394,11 @@ def choose_num_workers(limit: int, local_world_size: int, local_batch: int) -> i
     return min(limit, max(cores // local_world_size, 1), local_batch)
 
 
-def _init_worker(_worker_id: int) -> None:
+def _init_worker(_worker_id: int, yield_cores: bool) -> None:
     """One thread per worker; Ctrl-C is the main process's business, which then ends the workers."""
+    if yield_cores and hasattr(os, "nice"):
+        # Training on the CPU needs all cores at once: a worker that holds one makes the threads on the others wait.
+        os.nice(WORKER_NICENESS)
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -417,7 +419,7 @@ def _data_loader(
         num_workers=num_workers,
         collate_fn=partial(collate, batch_size=batch_size),
         pin_memory=device.type == "cuda",
-        worker_init_fn=_init_worker,
+        worker_init_fn=partial(_init_worker, yield_cores=device.type == "cpu"),
         multiprocessing_context=("fork" if sys.platform == "linux" else "spawn") if parallel else None,
         prefetch_factor=PREFETCH_BATCHES if parallel else None,
         persistent_workers=parallel,

@@ -63,8 +63,8 @@ class LevelMatches:
 class DetectionLoss:
     """Box (CIoU), objectness and class loss over anchors matched by their shape.
 
-    Gains are scaled as the recipes expect: by the number of levels, the number of classes over 80, and the image area over
-    640 x 640.
+    Gains are scaled as the recipes expect: by the number of levels, the number of classes over 80, and the image area
+    over 640 x 640.
     """
 
     def __init__(

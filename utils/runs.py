@@ -50,7 +50,9 @@ def create_run_dir(project: str, name: str, exist_ok: bool = False) -> Path:
             ) from error
 
 
-def write_description(run_dir: Path, config: Mapping[str, Any], hyp: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
+def write_description(
+    run_dir: Path, config: Mapping[str, Any], hyp: Mapping[str, Any], plan: Mapping[str, Any]
+) -> None:
     """Write what it takes to repeat a run: ``opt.yaml``, ``hyp.yaml`` and ``environment.json``.
 
     Args:
@@ -115,7 +117,9 @@ def find_resumable(resume: str, project: str) -> Path:
         return run_dir
     candidates = [path for run_dir in Path(project).glob("*") for path in _checkpoints(run_dir)]
     if not candidates:
-        raise UserError(f"--resume: no run with weights/last.pt under {project}; name its folder: --resume {project}/exp")
+        raise UserError(
+            f"--resume: no run with weights/last.pt under {project}; name its folder: --resume {project}/exp"
+        )
     return max(candidates, key=lambda path: path.stat().st_mtime).parent.parent
 
 

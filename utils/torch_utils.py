@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from utils.errors import UserError
 from utils.logging import get_logger
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 
 # Devices --------------------------------------------------------------------------------------------------------------
 
@@ -441,7 +442,7 @@ def foreach_lerp(tensors: list[Tensor], ends: list[Tensor], weight: float | Tens
     torch._foreach_add_(tensors, change)
 
 
-class ModelEMA:
+class ModelEMA(Generic[M]):
     """Exponential moving average of everything in a model's state dict, BatchNorm statistics included.
 
     After update t an entry is d e + (1 - d) m with d(t) = decay (1 - exp(-t / tau)): short memory first, long later.
@@ -459,8 +460,8 @@ class ModelEMA:
         tau: updates after which d has reached 63 % of that.
     """
 
-    def __init__(self, raw_model: nn.Module, decay: float = 0.9999, tau: float = 2000.0) -> None:
-        self.module = copy.deepcopy(raw_model).eval().requires_grad_(False)
+    def __init__(self, raw_model: M, decay: float = 0.9999, tau: float = 2000.0) -> None:
+        self.module: M = copy.deepcopy(raw_model).eval().requires_grad_(False)
         self.decay, self.tau = decay, tau
         self.updates = 0
         distinct = {tensor.data_ptr(): name for name, tensor in self.module.state_dict().items()}  # tied ones once
