@@ -28,14 +28,13 @@ from models.families import Family, family_of
 from models.start import fit_imgsz, freeze, network_spec, start_from
 from models.yolo import DetectionModel, count_flops, load_state
 from utils.config import (
-    DataConfig,
     Hyp,
     build_config,
     config_to_dict,
-    load_data,
     load_hyp,
 )
 from utils.console import EpochProgress, RunClock, duration, format_lines, machine
+from utils.data_config import DataConfig, build_train_config, load_data
 from utils.dataloaders import (
     Batch,
     DetectionDataset,
@@ -55,7 +54,14 @@ from utils.logging import CsvLog, DeviceMeter, get_logger
 from utils.loss import DetectionLoss
 from utils.metrics import format_table
 from utils.optim import Schedule, build_optimizer, load_optimizer
-from utils.runs import create_run_dir, find_resumable, lockstep_version, versions, write_description
+from utils.runs import (
+    create_run_dir,
+    find_resumable,
+    lockstep_version,
+    prepare_weights_dir,
+    versions,
+    write_description,
+)
 from utils.torch_utils import (
     BatchPlan,
     BufferSnapshot,
@@ -90,7 +96,7 @@ COLUMNS = (
     *(f"x/lr{group}" for group in range(3)),
 )
 MAX_GRAD_NORM = 10.0
-RESUMABLE_FLAGS = ("resume", "device", "workers", "cache", "project")  # may differ from the run that is continued
+RESUMABLE_FLAGS = {"resume", "device", "workers", "cache", "project"}  # may differ from the run that is continued
 
 
 @dataclass
@@ -105,6 +111,7 @@ class TrainState:
         best_fitness: of all validations so far; -1 before the first.
         best_epoch: the epoch it was reached in.
         class_maps: mAP50-95 of each class at the last validation.
+        stopped: whether the run ended early, by ``--patience``.
     """
 
     epoch: int = 0
@@ -114,6 +121,7 @@ class TrainState:
     best_fitness: float = -1.0
     best_epoch: int = 0
     class_maps: list[float] = field(default_factory=list)
+    stopped: bool = False
 
 
 @dataclass
@@ -174,7 +182,7 @@ def train(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = No
     Raises:
         UserError: flags, data, network and weights do not fit together; nothing has been trained then.
     """
-    log = get_logger(env.rank)
+    log = get_logger()
     run = set_up(config, env, resumed)
     with contextlib.ExitStack() as stack:
         train_batches, val_batches = open_loaders(run, stack)
@@ -182,12 +190,13 @@ def train(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = No
 
         # 5. loop ----------------------------------------------------------------------------------------------------
         results = CsvLog(run.run_dir / "results.csv", COLUMNS, keep_epochs=run.state.epoch)
-        clock = RunClock(config.epochs, run.state.epoch)
+        clock = RunClock(config.epochs, run.state.epoch + run.state.batch / run.schedule.batches_per_epoch)
         while run.state.epoch < config.epochs:
             losses = train_epoch(run, train_batches, clock)
 
             # 6. epoch end: validation, files, verdict ---------------------------------------------------------------
-            if end_epoch(run, losses, val_batches, results):
+            end_epoch(run, losses, val_batches, results)
+            if run.state.stopped:
                 log.info(f"no better fitness for {config.patience} epochs (--patience): stopping early")
                 break
 
@@ -215,10 +224,13 @@ def set_up(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = N
     family = family_of(spec)
     raw_model = family.build(spec, data.num_classes, data.names)
     raw_model.to(env.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if config.weights and resumed is None:
-        start_from(raw_model, config.weights)
+    if resumed is not None:
+        load_state(raw_model, resumed["model"], strict=True)
+    elif config.weights:
+        start_from(raw_model, config.weights, keep_anchors=bool(config.cfg))
     freeze(raw_model, config.freeze)
     imgsz = fit_imgsz(config.imgsz, raw_model)
+    criterion = family.criterion(raw_model, hyp, imgsz, 0.0)  # of the anchors as they are by now
     run = Run(
         config=config,
         hyp=hyp,
@@ -232,7 +244,7 @@ def set_up(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = N
         family=family,
         raw_model=raw_model,
         model=raw_model,
-        criterion=family.criterion(raw_model, hyp, imgsz, 0.0),
+        criterion=criterion,
         optimizer=build_optimizer(raw_model, config.optimizer, hyp, plan),
         schedule=Schedule(hyp, config.epochs, math.ceil(len(train_index) / plan.global_batch), plan, config.cos_lr),
         precision=precision,
@@ -259,9 +271,7 @@ def train_epoch(run: Run, batches: Iterator[Batch], clock: RunClock) -> list[flo
     """
     config, state, schedule, criterion, device = run.config, run.state, run.schedule, run.criterion, run.env.device
     parameters = [parameter for parameter in run.raw_model.parameters() if parameter.requires_grad]
-    progress = EpochProgress(
-        state.epoch, schedule.batches_per_epoch, state.batch, clock, run.meter, device, run.env.is_main_process
-    )
+    progress = EpochProgress(state.epoch, schedule.batches_per_epoch, state.batch, clock, run.env)
     run.model.train()
     while state.batch < schedule.batches_per_epoch:
         batch = next(batches)
@@ -275,7 +285,7 @@ def train_epoch(run: Run, batches: Iterator[Batch], clock: RunClock) -> list[flo
 
         images = run.family.inputs.prepare(batch.images.to(device, non_blocking=True))
         if config.multi_scale:
-            stride = run.raw_model.detect.strides[-1]
+            stride = run.raw_model.max_stride
             size = batch_imgsz(config.seed, state.epoch, state.batch, run.imgsz, stride, multi_scale=True)
             images = resize_batch(images, size, stride)
         matches = criterion.match(batch.targets, len(images), *images.shape[2:])
@@ -293,27 +303,24 @@ def train_epoch(run: Run, batches: Iterator[Batch], clock: RunClock) -> list[flo
             run.ema.update(run.raw_model, found_inf)
             run.optimizer.zero_grad(set_to_none=True)
             state.step, state.since_step = state.step + 1, 0
-        run.meter.update(items.detach())
+        run.meter.update(items)
         state.batch += 1
-        progress.advance(run.plan.global_batch, schedule.lr(i)[1], images.shape[2])
+        if progress.advance(run.plan.global_batch):
+            progress.show(run.meter.mean(), schedule.lr(i)[1], images.shape[2])
     progress.close()
     return run.meter.mean()
 
 
-def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, results: CsvLog) -> bool:
-    """Validate, write results and checkpoints, and decide. Collective: every rank must call it.
-
-    Returns:
-        Whether to stop early.
-    """
-    config, state, log = run.config, run.state, get_logger(run.env.rank)
+def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, results: CsvLog) -> None:
+    """Validate, decide, write results and checkpoints. Collective: every rank must call it."""
+    config, state, log = run.config, run.state, get_logger()
     epoch, last = state.epoch, state.epoch + 1 == config.epochs
-    rates = run.schedule.lr((epoch + 1) * run.schedule.batches_per_epoch - 1)
     row: dict[str, float] = dict.fromkeys(COLUMNS, math.nan) | {"epoch": epoch}
     row |= dict(zip((f"train/{name}_loss" for name in LOSSES), losses, strict=True))
+    rates = run.schedule.lr((epoch + 1) * run.schedule.batches_per_epoch - 1)
     row |= {f"x/lr{group}": rate for group, rate in enumerate(rates)}
 
-    better = False
+    before, better = dataclasses.replace(state), False
     if last or not config.noval:
         evaluation = validate(run, val_batches)
         if evaluation is not None:
@@ -325,16 +332,15 @@ def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, results: Cs
                 state.best_fitness, state.best_epoch = metrics.fitness, epoch
             state.class_maps = metrics.class_maps.tolist()
             log.info(format_table(metrics.rows(run.data.names)[:1]))
-    if run.ema.skipped:
-        log.warning(f"{int(run.ema.skipped)} optimizer steps so far were skipped: a gradient was not finite")
+        state.stopped = not last and 0 < config.patience <= epoch - state.best_epoch
     state.epoch, state.batch = epoch + 1, 0
     run.meter.reset()
+    run.state = broadcast_object(state, run.env)  # the verdict; nobody waits for the files
 
     if run.env.is_main_process:
-        save(run, better, last)
-        results.append(row)
-    stop = 0 < config.patience <= epoch - state.best_epoch
-    return broadcast_object(stop and not last, run.env)
+        results.append(row)  # first: a row too many is cut off on resume, a lost one can't be made again
+        if not save(run, better, final=last or state.stopped):
+            state.best_fitness, state.best_epoch = before.best_fitness, before.best_epoch
 
 
 def validate(run: Run, batches: ValLoader) -> val.Evaluation | None:
@@ -344,18 +350,29 @@ def validate(run: Run, batches: ValLoader) -> val.Evaluation | None:
     )
 
 
-def save(run: Run, better: bool, last: bool) -> None:
-    """Write last.pt, and best.pt and epochN.pt where they are due; non-finite weights never replace finite ones."""
-    config, epoch = run.config, run.state.epoch
-    if config.nosave and not last:
-        return
-    also = [run.weights_dir / "best.pt"] if better or not (run.weights_dir / "best.pt").exists() else []
-    if config.save_period > 0 and epoch % config.save_period == 0:
-        also.append(run.weights_dir / f"epoch{epoch}.pt")
+def save(run: Run, better: bool, final: bool) -> bool:
+    """Write last.pt, and best.pt and epochN.pt where they are due.
+
+    Args:
+        run: as it is between two epochs.
+        better: whether its weights are the best so far.
+        final: whether no epoch follows.
+
+    Returns:
+        False if the weights are not finite: they never replace finite ones.
+    """
+    config, done = run.config, run.state.epoch
+    if config.nosave and not final:
+        return True
+    also = [run.weights_dir / "best.pt"] if better else []
+    if config.save_period > 0 and done % config.save_period == 0:
+        also.append(run.weights_dir / f"epoch{done}.pt")
     try:
         save_checkpoint(run_state(run), run.weights_dir / "last.pt", also)
     except NonFiniteError as error:
         get_logger().warning(f"{error}; the checkpoint before it stays")
+        return False
+    return True
 
 
 def run_state(run: Run) -> dict[str, Any]:
@@ -368,10 +385,12 @@ def run_state(run: Run) -> dict[str, Any]:
         "scaler": run.scaler.state_dict(),
         "gradients": None,  # saved at the end of a window only, where they are spent
         "meter": run.meter.state_dict(),
-        "rng": rng_state(),
+        "rng": rng_state(run.env.device),
         "spec": run.raw_model.yaml,
         "names": run.raw_model.names,
         "config": config_to_dict(run.config),
+        "precision": run.precision.name,
+        "data": data_facts(run),
         "hyp": config_to_dict(run.hyp),
         "run_dir": str(run.run_dir),
         "versions": versions(),
@@ -383,10 +402,22 @@ def load_run_state(run: Run, saved: Mapping[str, Any]) -> None:
     run.raw_model.load_state_dict(saved["model"])
     run.ema.load_state_dict(saved["ema"])
     load_optimizer(run.optimizer, saved["optimizer"])
-    run.scaler.load_state_dict(saved["scaler"])
+    if run.scaler.is_enabled() and saved["scaler"]:  # a run may move to a device of another precision
+        run.scaler.load_state_dict(saved["scaler"])
     run.meter.load_state_dict(saved["meter"])
     run.state = TrainState(**saved["state"])
     set_rng_state(saved["rng"])
+    for what, now in {"data": data_facts(run), "precision": run.precision.name, "versions": versions()}.items():
+        if saved[what] != now:
+            get_logger().warning(f"since this run was saved its {what} changed: {saved[what]} became {now}")
+
+
+def data_facts(run: Run) -> dict[str, Any]:
+    """Return what identifies the data of a run; other data would change the schedule and the order of the images."""
+    return {
+        split: {"images": len(index), "instances": index.num_instances, "digest": index.images_digest}
+        for split, index in {"train": run.train_index, "val": run.val_index}.items()
+    }
 
 
 def load_settings(config: TrainConfig, resumed: Mapping[str, Any] | None) -> tuple[Hyp, DataConfig, Mapping[str, Any]]:
@@ -398,12 +429,16 @@ def load_settings(config: TrainConfig, resumed: Mapping[str, Any] | None) -> tup
     problems = Problems()
     data = problems.attempt(lambda: load_data(config.data))
     if resumed is not None:
-        hyp, spec = problems.attempt(lambda: Hyp(**resumed["hyp"])), resumed["spec"]
+        hyp, spec = problems.attempt(lambda: build_config(Hyp, resumed["hyp"])), resumed["spec"]
+        if data is not None and data.names != resumed["names"]:
+            problems.add(f"--resume: the class names in {data.path} are no longer those of the run")
     else:
         hyp = problems.attempt(lambda: load_hyp(config.hyp))
         spec = problems.attempt(lambda: network_spec(config.cfg, config.weights))
     problems.raise_if_any()
     assert hyp is not None and data is not None and spec is not None
+    if hyp.copy_paste:
+        get_logger().warning(f"copy_paste {hyp.copy_paste:g} has no effect: this augmentation is not available yet")
     return hyp, data, spec
 
 
@@ -411,14 +446,17 @@ def open_run_dir(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] |
     """Return the run's folder, made by rank 0. Collective: every rank must call it."""
     if resumed is not None:
         return Path(resumed["run_dir"])
-    made = create_run_dir(config.project, config.name, config.exist_ok) if env.is_main_process else Path()
+    made = Path()
+    if env.is_main_process:
+        made = create_run_dir(config.project, config.name, config.exist_ok)
+        prepare_weights_dir(made / "weights")
     return broadcast_object(made, env)
 
 
 def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, ValLoader]:
     """Open image caches and loaders, all to be closed by the stack."""
     config, imgsz, env = run.config, run.imgsz, run.env
-    stride = run.raw_model.detect.strides[-1]
+    stride = run.raw_model.max_stride
     train_cache = create_cache(run.train_index, imgsz, config.cache, train=True)
     stack.enter_context(contextlib.closing(train_cache))
     val_cache = create_cache(run.val_index, imgsz, config.cache, train=False)
@@ -451,6 +489,7 @@ def header(run: Run) -> str:
     config, plan, hyp, schedule = run.config, run.plan, run.hyp, run.schedule
     parameters = sum(parameter.numel() for parameter in run.raw_model.parameters())
     trained = sum(parameter.numel() for parameter in run.raw_model.parameters() if parameter.requires_grad)
+    own = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in run.data.defaults.items())
     times_seen = schedule.batches_per_epoch * plan.global_batch / len(run.train_index)
     lines = [
         ("Lockstep", f"{lockstep_version()}, {machine(run.env.device)}"),
@@ -482,6 +521,7 @@ def header(run: Run) -> str:
             f"{hyp.lr0:g} to {hyp.lr0 * hyp.lrf:g} ({'cosine' if config.cos_lr else 'linear'}), "
             f"warm-up {schedule.warmup} batches",
         ),
+        ("recipe", f"{Path(config.hyp).name}" + (f"; defaults of {run.data.path.name}: {own}" if own else "")),
         ("precision", {"off": "fp32"}.get(run.precision.name, f"{run.precision.name} autocast, fp32 weights")),
     ]
     if run.state.epoch:
@@ -490,58 +530,70 @@ def header(run: Run) -> str:
 
 
 def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
-    """Strip best.pt, measure it, and say where everything is. Collective: every rank must call it."""
-    log, best = get_logger(run.env.rank), run.weights_dir / "best.pt"
-    if run.env.is_main_process and best.exists():
-        strip_checkpoint(best, best)
-        load_state(run.ema.module, load_checkpoint(best)["model"], strict=True)
+    """Strip the best weights, measure them, and say where everything is. Collective: every rank must call it."""
+    log, best, last = get_logger(), run.weights_dir / "best.pt", run.weights_dir / "last.pt"
+    if not (best.exists() or last.exists()):
+        log.warning("no checkpoint was written: the weights were never finite; try a lower lr0 in --hyp")
+        return Results(run.run_dir, run.state.best_fitness, None)
+    if run.env.is_main_process:
+        strip_checkpoint(best if best.exists() else last, best)
+    saved = load_checkpoint(best)
+    load_state(run.ema.module, saved["model"], strict=True)
     evaluation = validate(run, val_batches)
     if evaluation is not None:
+        again = f"--data {run.data.path} --img {run.imgsz} --batch {val_batch_of(run)}"
         log.info(
-            f"\n{duration(clock.elapsed())} of training; best epoch {run.state.best_epoch + 1}, measured once more:\n"
+            f"\n{duration(clock.elapsed())} of training. Weights of epoch {saved['state']['epoch']}, measured again:\n"
             f"{format_table(evaluation.metrics.rows(run.data.names))}\n\n"
-            f"weights     {best} to use, {run.weights_dir / 'last.pt'} to resume from\n"
+            f"weights     {best} to use, {last} to resume from\n"
             f"figures     {run.run_dir / 'results.csv'}\n"
-            f"try         python val.py --weights {best} --data {run.data.path}"
+            f"again       python val.py --weights {best} {again}"
         )
     return Results(run.run_dir, run.state.best_fitness, evaluation)
 
 
-def resume_config(given: Mapping[str, Any], run_dir: Path, saved: Mapping[str, Any]) -> TrainConfig:
-    """Return the settings of a run that goes on: its own, but for what may change.
+def resume(given: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, Any]]:
+    """Find the run to go on with, and its settings: its own, but for what may change.
 
     Args:
         given: flags of this command line.
-        run_dir: of the run.
-        saved: its checkpoint.
+
+    Returns:
+        Settings and checkpoint.
 
     Raises:
-        UserError: flags that differ and may not, or a run that is finished.
+        UserError: no such run, flags that differ and may not, or a run that is finished.
     """
-    changed = {name for name in given if name not in RESUMABLE_FLAGS and given[name] != saved["config"].get(name)}
-    if changed:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(changed))
+    named = "" if given["resume"] is True else given["resume"]
+    for run_dir, newest in find_resumable(named, given.get("project", TrainConfig.project)):  # noqa: B007
+        saved, path = load_newest(newest)
+        finished = saved["state"]["epoch"] >= saved["config"]["epochs"] or saved["state"]["stopped"]
+        if named or not finished:
+            break
+    if "optimizer" not in saved:
+        raise UserError(f"--resume {path}: weights for use, without optimizer; name a last.pt, or start with --weights")
+    if finished:
+        why = "stopped early" if saved["state"]["stopped"] else "all its epochs are done"
+        raise UserError(f"--resume {run_dir}: nothing is left to resume, {why}; start a new run with --weights {path}")
+    wanted = given.keys() - RESUMABLE_FLAGS
+    typed = build_train_config(given)
+    flags = [name for name in wanted if getattr(typed, name) != saved["config"].get(name)]
+    if flags:
+        shown = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(flags))
         raise UserError(
-            f"--resume {run_dir}: {flags} differ from the run's own (see {run_dir / 'opt.yaml'}); leave them out"
+            f"--resume {run_dir}: {shown} differ from the run's own, in {run_dir / 'opt.yaml'}; leave them out"
         )
-    config = build_config(
-        TrainConfig, saved["config"] | {name: value for name, value in given.items() if name in RESUMABLE_FLAGS}
-    )
-    if saved["state"]["epoch"] >= config.epochs:
-        raise UserError(f"--resume {run_dir}: all {config.epochs} epochs are done; nothing is left to resume")
-    return config
+    get_logger().info(f"resuming from {path}")
+    saved["run_dir"] = str(run_dir)  # where it is now, not where it was
+    return build_config(
+        TrainConfig, {**saved["config"], **{name: given[name] for name in given.keys() - wanted}}
+    ), saved
 
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and train."""
     given = given_flags(TrainConfig, sys.argv[1:] if argv is None else argv)
-    config, resumed = build_config(TrainConfig, given), None
-    if config.resume:
-        run_dir = find_resumable("" if config.resume is True else config.resume, config.project)
-        resumed, path = load_newest(run_dir / "weights")
-        resumed["run_dir"] = str(run_dir)  # where it is now, not where it was
-        config = resume_config(given, run_dir, resumed)
-        get_logger().info(f"resuming from {path}")
+    config, resumed = resume(given) if given.get("resume") else (build_train_config(given), None)
     with process_group(config.device) as env:
         train(config, env, resumed)
 

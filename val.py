@@ -6,7 +6,8 @@ python val.py --weights best.pt --data coco.yaml --img 640 --task test          
 
 import sys
 
-from utils.config import ValConfig, load_data, parse_val
+from utils.config import ValConfig, parse_val
+from utils.data_config import load_data
 
 if __name__ == "__main__":
     parse_val(sys.argv[1:])  # --help and mistyped flags end here, before torch is imported
@@ -23,6 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.families import Family, load_model
+from models.start import fit_imgsz
 from models.yolo import DetectionModel
 from utils.boxes import cxcywh_to_xyxy, scale_boxes
 from utils.dataloaders import Batch, DetectionDataset, ValLoader, choose_num_workers, val_loader
@@ -34,6 +36,8 @@ from utils.loss import DetectionLoss
 from utils.metrics import IOU_THRESHOLDS, Metrics, format_table, match_detections, summarize
 from utils.runs import create_run_dir
 from utils.torch_utils import DistEnv, all_gather_objects, process_group
+
+MANY_CLASSES = 50  # from here on the table shows them with --verbose only
 
 
 @dataclass(frozen=True)
@@ -104,20 +108,27 @@ def evaluate(
     results = []
     progress = tqdm(loader, description, len(loader), leave=False, disable=not env.is_main_process, unit="batch")
     for batch in progress:
-        start = time.perf_counter()
+        start = _now(env.device)
         images = family.inputs.prepare(batch.images.to(env.device, non_blocking=True))
-        prepared = time.perf_counter()
+        prepared = _now(env.device)
         outputs = _forward(model, images)
         decoded = family.decode(model, outputs)
-        inferred = time.perf_counter()
+        inferred = _now(env.device)
         found = family.postprocess(decoded, conf_thres, iou_thres, multi_label=len(names) > 1, max_det=max_det)
         detections = [_to_original(image, geometry) for image, geometry in zip(found, batch.geometry, strict=True)]
-        done = time.perf_counter()
+        done = _now(env.device)
         sums, counts = _losses(criterion, outputs, batch)
         seconds = np.diff([start, prepared, inferred, done])
         results.append(BatchResult(batch.k, batch.indices.tolist(), detections, sums, counts, seconds))
     gathered = [result for rank in all_gather_objects(results, env) for result in rank]
     return _score(sorted(gathered, key=lambda result: result.number), index, names, criterion)
+
+
+def _now(device: torch.device) -> float:
+    """Return the time at which the device has done what it was told so far; every mark costs a wait for it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _forward(model: DetectionModel, images: Tensor) -> list[Tensor]:
@@ -146,7 +157,7 @@ def _losses(
     size, _, height, width = batch.images.shape
     matches = criterion.match(batch.targets, size, height, width)
     sums = criterion.sums(outputs, [level.to(outputs[0].device) for level in matches])
-    return sums.double().cpu().numpy(), criterion.counts(matches).numpy()
+    return sums.cpu().double().numpy(), criterion.counts(matches).numpy()
 
 
 def _score(
@@ -186,23 +197,22 @@ def run(config: ValConfig, env: DistEnv) -> Evaluation | None:
     Raises:
         UserError: weights, data and flags do not fit together.
     """
-    log = get_logger(env.rank)
+    log = get_logger()
     problems = Problems()
     data = problems.attempt(lambda: load_data(config.data))
     loaded = problems.attempt(lambda: load_model(Path(config.weights), env.device))
     problems.raise_if_any()
     assert data is not None and loaded is not None
-    model, family = loaded
+    model, family, trained_at = loaded
     if model.num_classes != data.num_classes:
         raise UserError(
             f"--weights {config.weights} knows {model.num_classes} classes, --data {config.data} has "
             f"{data.num_classes}; use the data set that the weights were trained on"
         )
     index = open_split(data, config.task)
-    dataset = DetectionDataset(index, ImageCache(), None, config.imgsz)
+    dataset = DetectionDataset(index, ImageCache(), None, fit_imgsz(config.imgsz or trained_at, model))
     workers = choose_num_workers(config.workers, env.local_world_size, config.batch_size)
-    loader = val_loader(dataset, config.batch_size, env, workers, stride=model.detect.strides[-1])
-    run_dir = create_run_dir(config.project, config.name, config.exist_ok)
+    loader = val_loader(dataset, config.batch_size, env, workers, stride=model.max_stride)
     evaluation = evaluate(
         model,
         family,
@@ -217,7 +227,9 @@ def run(config: ValConfig, env: DistEnv) -> Evaluation | None:
     )
     loader.close()
     if evaluation is not None:
-        log.info(format_table(evaluation.metrics.rows(data.names)))
+        run_dir = create_run_dir(config.project, config.name, config.exist_ok)
+        shown = None if config.verbose or data.num_classes < MANY_CLASSES else 1
+        log.info(format_table(evaluation.metrics.rows(data.names)[:shown]))
         log.info("speed per image: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in evaluation.speed.items()))
         rows = [row._asdict() for row in evaluation.metrics.rows(data.names)]
         (run_dir / "metrics.json").write_text(json.dumps(rows, indent=2) + "\n")

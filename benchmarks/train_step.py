@@ -26,14 +26,16 @@ import torch
 from tqdm import tqdm
 
 import train
-from utils.config import TrainConfig, build_config
+from utils.config import TrainConfig
 from utils.console import RunClock
+from utils.data_config import build_train_config
 from utils.dataloaders import Batch
 from utils.errors import run_cli
 from utils.torch_utils import process_group
 
 LIMITS = {"loop / bare": 1.05, "epoch / bare": 1.25}
 MANY_EPOCHS = 10_000  # so that no round is the last one
+EPOCHS_A_ROUND = 3  # the loader works ahead while the others run: over one short epoch that would flatter it
 WARMED_UP = 1_000  # an epoch after the warm-up, when windows have their full length
 
 
@@ -47,26 +49,27 @@ class Repeated(Iterator[Batch]):
         return self.batch._replace(epoch=self.run.state.epoch, k=self.run.state.batch)
 
 
-def bare_epoch(run: train.Run, batch: Batch) -> None:
-    """Compute an epoch of one batch, in plain PyTorch."""
+def bare_epochs(run: train.Run, batch: Batch) -> None:
+    """Compute a round's epochs of one batch, in plain PyTorch."""
     images = run.family.inputs.prepare(batch.images.to(run.env.device))
     run.model.train()
-    for k in range(run.schedule.batches_per_epoch):
+    for k in range(run.schedule.batches_per_epoch * EPOCHS_A_ROUND):
         with run.precision.autocast(run.env.device.type):
             outputs = run.model(images)
         matches = run.criterion.match(batch.targets, len(images), *images.shape[2:])
         sums = run.criterion.sums(outputs, [level.to(run.env.device) for level in matches])
         run.criterion.items(sums, run.criterion.counts(matches)).sum().mul(len(images)).backward()
-        if (k + 1) % run.plan.accumulate == 0 or k + 1 == run.schedule.batches_per_epoch:
+        if (k + 1) % run.plan.accumulate == 0 or (k + 1) % run.schedule.batches_per_epoch == 0:
             run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=True)
 
 
-def loop_epoch(run: train.Run, batches: Iterator[Batch]) -> None:
-    """Do one epoch of the training loop."""
-    train.train_epoch(run, batches, RunClock(MANY_EPOCHS, run.state.epoch))
-    run.state.epoch, run.state.batch = run.state.epoch + 1, 0
-    run.meter.reset()
+def loop_epochs(run: train.Run, batches: Iterator[Batch]) -> None:
+    """Do a round's epochs of the training loop."""
+    for _ in range(EPOCHS_A_ROUND):
+        train.train_epoch(run, batches, RunClock(MANY_EPOCHS, run.state.epoch))
+        run.state.epoch, run.state.batch = run.state.epoch + 1, 0
+        run.meter.reset()
 
 
 def seconds(work: Callable[[], None], device: torch.device) -> float:
@@ -88,11 +91,11 @@ def measure(config: TrainConfig, rounds: int) -> dict[str, list[float]]:
         run.state.batch = 1
         looping = dataclasses.replace(run, state=train.TrainState(epoch=WARMED_UP))
         contestants: dict[str, Callable[[], None]] = {
-            "bare": lambda: bare_epoch(run, batch),
-            "loop": lambda: loop_epoch(looping, Repeated(batch, looping)),
-            "epoch": lambda: loop_epoch(run, batches),
+            "bare": lambda: bare_epochs(run, batch),
+            "loop": lambda: loop_epochs(looping, Repeated(batch, looping)),
+            "epoch": lambda: loop_epochs(run, batches),
         }
-        images = run.schedule.batches_per_epoch * run.plan.global_batch
+        images = run.schedule.batches_per_epoch * run.plan.global_batch * EPOCHS_A_ROUND
         taken: dict[str, list[float]] = {name: [] for name in contestants}
         for number in tqdm(range(rounds + 1), "rounds", leave=False):
             for name, work in contestants.items():
@@ -135,7 +138,7 @@ def main() -> None:
     options = vars(parser.parse_args())
     rounds, target = options.pop("rounds"), options.pop("json")
     with tempfile.TemporaryDirectory() as folder:
-        config = build_config(TrainConfig, options | {"project": folder, "epochs": MANY_EPOCHS})
+        config = build_train_config(options | {"project": folder, "epochs": MANY_EPOCHS})
         taken = measure(config, rounds)
     rows = report(taken)
     if target:

@@ -27,14 +27,10 @@ class InputConvention:
     Attributes:
         scale: factor from 8-bit values to the network's input.
         channel_order: "RGB" or "BGR".
-        pad_centered: padding is split over both sides; otherwise all of it lies right and below.
-        pad_value: 8-bit value of the padding.
     """
 
     scale: float = 1 / 255
     channel_order: str = "RGB"
-    pad_centered: bool = True
-    pad_value: int = 114
 
     def prepare(self, images: Tensor) -> Tensor:
         """Turn a batch as the loader gives it into the network's input, on the device it is on.
@@ -61,7 +57,6 @@ class Family:
         decode: (raw_model, outputs) -> (B, N, 5 + C) boxes and scores, fp32.
         postprocess: decoded predictions and thresholds -> detections; with the signature of `non_max_suppression`.
         inputs: how images are given to the network.
-        recipe: file name of the hyperparameters it is trained with by default.
         sync_bn: whether BatchNorm statistics are shared over ranks by default.
         launchable: whether ``--device 0,1`` may start workers for it.
     """
@@ -72,7 +67,6 @@ class Family:
     decode: Callable[[DetectionModel, Sequence[Tensor]], Tensor]
     postprocess: Callable[..., list[Tensor]]
     inputs: InputConvention
-    recipe: str
     sync_bn: bool
     launchable: bool
 
@@ -90,7 +84,6 @@ YOLOV5 = Family(
     decode=DetectionModel.decode,
     postprocess=non_max_suppression,
     inputs=InputConvention(),
-    recipe="hyp.scratch-low.yaml",
     sync_bn=True,
     launchable=True,
 )
@@ -114,7 +107,7 @@ def family_of(spec: Mapping[str, Any]) -> Family:
     return FAMILIES[name]
 
 
-def load_model(path: Path, device: torch.device) -> tuple[DetectionModel, Family]:
+def load_model(path: Path, device: torch.device) -> tuple[DetectionModel, Family, int]:
     """Build the network that a checkpoint holds, with its averaged weights if it has any.
 
     Args:
@@ -122,19 +115,19 @@ def load_model(path: Path, device: torch.device) -> tuple[DetectionModel, Family
         device: where the network goes.
 
     Returns:
-        The network in evaluation mode, knowing its class names, and its family.
+        The network in evaluation mode, knowing its class names, its family, and the image size it was trained at.
 
     Raises:
         UserError: the file is no such checkpoint, or is damaged.
     """
     checkpoint = load_checkpoint(path)
-    missing = {"spec", "names", "model"} - checkpoint.keys()
+    missing = {"spec", "names", "model", "config"} - checkpoint.keys()
     if missing:
         raise UserError(f"{path} holds no network: {', '.join(sorted(missing))} is missing")
     family = family_of(checkpoint["spec"])
     model = family.build(checkpoint["spec"], len(checkpoint["names"]), checkpoint["names"])
     load_state(model, weights_of(checkpoint), strict=True)
-    return model.to(device).to(memory_format=torch.channels_last).eval(), family
+    return model.to(device).to(memory_format=torch.channels_last).eval(), family, checkpoint["config"]["imgsz"]
 
 
 def weights_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Tensor]:

@@ -27,9 +27,19 @@ def network_spec(cfg: str, weights: str) -> Mapping[str, Any]:
     return spec
 
 
-def start_from(raw_model: DetectionModel, weights: str) -> None:
-    """Load ``--weights`` into a network; with another number of classes all but the head."""
-    report = load_state(raw_model, weights_of(load_checkpoint(Path(weights))))
+def start_from(raw_model: DetectionModel, weights: str, keep_anchors: bool) -> None:
+    """Load ``--weights`` into a network; with another number of classes all but the head.
+
+    Args:
+        raw_model: the network.
+        weights: checkpoint of this program.
+        keep_anchors: keep those of the network's YAML, where one was named.
+    """
+    state = dict(weights_of(load_checkpoint(Path(weights))))
+    anchors = f"model.{len(raw_model.model) - 1}.anchors"
+    if keep_anchors:
+        state[anchors] = raw_model.detect.anchors
+    report = load_state(raw_model, state)
     left = f"; {len(report.left)} keep their initialization ({next(iter(report.left.values()))})" if report.left else ""
     get_logger().info(f"weights     {weights}: {report.taken} tensors taken{left}")
 
@@ -48,7 +58,7 @@ def freeze(raw_model: DetectionModel, layers: Sequence[int]) -> None:
 
 def fit_imgsz(imgsz: int, raw_model: DetectionModel) -> int:
     """Round an image size up to a multiple of the largest stride, twice the stride at least."""
-    stride = raw_model.detect.strides[-1]
+    stride = raw_model.max_stride
     fitted = max(math.ceil(imgsz / stride), 2) * stride
     if fitted != imgsz:
         get_logger().warning(f"--imgsz {imgsz} is not a multiple of the network's stride {stride}; {fitted} is used")

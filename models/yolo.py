@@ -372,6 +372,8 @@ def _build_head(row: Row, inputs: Sequence[Tensor]) -> Detect:
                 f"{row.where}: it reads a map whose side is {x.shape[-1]} at {PROBE_SIDE} px: no whole stride"
             )
     strides = [PROBE_SIDE // x.shape[-1] for x in inputs]
+    if strides != sorted(set(strides)):
+        raise UserError(f"{row.where}: its maps have strides {strides}; list them from the finest to the coarsest")
     if (strides[-1] - strides[0]) * (sum(anchors[-1]) - sum(anchors[0])) < 0:
         anchors = anchors[::-1]
     return Detect(num_classes, anchors, [x.shape[1] for x in inputs], strides)
@@ -442,6 +444,11 @@ class DetectionModel(nn.Module):
     def stride(self) -> Tensor:
         """(L,) strides of the levels, pixels, on the CPU whatever the device of the weights."""
         return torch.tensor(self.detect.strides, dtype=torch.float32, device="cpu")
+
+    @property
+    def max_stride(self) -> int:
+        """Largest stride, pixels: sides of images are multiples of it."""
+        return int(max(self.detect.strides))
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """Return the head's raw outputs, L tensors (B, A, H, W, 5 + C).

@@ -84,7 +84,7 @@ def test_file_is_plain_values(tmp_path: Path) -> None:
     state = small_state()
     state["fitness"] = np.float64(0.5)  # a float to isinstance, but NumPy's in a pickle
     state["model"] = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).state_dict()  # OrderedDict
-    state["rng"] = rng_state()
+    state["rng"] = rng_state(torch.device("cpu"))
     save_checkpoint(state, path)
     content = torch.load(path, weights_only=True)
     assert type(content["fitness"]) is float

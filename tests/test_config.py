@@ -12,21 +12,18 @@ import yaml
 
 from tests.common import PROJECT
 from utils.config import (
-    DataConfig,
     Hyp,
     TrainConfig,
     ValConfig,
     build_config,
-    check_split_paths,
-    config_from_dict,
     config_to_dict,
     find_yaml,
-    load_data,
     load_hyp,
     load_yaml,
     parse_train,
     parse_val,
 )
+from utils.data_config import DataConfig, check_split_paths, load_data
 from utils.errors import Problems, UserError, run_cli
 from utils.flags import flags_page, given_flags
 
@@ -528,22 +525,21 @@ def test_paths_one_folder_too_high(tmp_path: Path) -> None:
 # ---- configurations as plain data ----
 
 
-def test_configurations_survive_json(tmp_path: Path) -> None:
-    data = load_data(write(tmp_path / "d.yaml", DATA))
+def test_configurations_survive_json() -> None:
     config = parse_train(["--freeze", "1", "2", "--resume", "--no-deterministic"])
-    for value in (config, ValConfig(weights="a.pt"), Hyp(lr0=0.1), data):
+    for value in (config, ValConfig(weights="a.pt"), Hyp(lr0=0.1)):
         plain = json.loads(json.dumps(config_to_dict(value)))
-        assert config_from_dict(type(value), plain) == value
+        assert build_config(type(value), plain) == value
         assert yaml.safe_load(yaml.safe_dump(plain)) == plain
 
 
 def test_mistakes_in_plain_data() -> None:
     with pytest.raises(UserError, match="epoch is not a setting; did you mean epochs"):
-        config_from_dict(TrainConfig, {"epoch": 1})
+        build_config(TrainConfig, {"epoch": 1})
     with pytest.raises(UserError, match="--epochs takes a whole number, not '1'"):
-        config_from_dict(TrainConfig, {"epochs": "1"})
+        build_config(TrainConfig, {"epochs": "1"})
     with pytest.raises(UserError, match="--rect takes true or false, not 1"):
-        config_from_dict(TrainConfig, {"rect": 1})
+        build_config(TrainConfig, {"rect": 1})
 
 
 # ---- errors ----

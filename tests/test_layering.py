@@ -13,6 +13,7 @@ ROWS = (
     ("utils.errors",),
     ("utils.boxes", "utils.checkpoint_files", "utils.flags", "utils.images", "utils.labels", "utils.logging"),
     ("utils.config", "utils.torch_utils"),
+    ("utils.data_config",),
     ("utils.augmentations", "utils.console", "utils.metrics", "utils.optim", "utils.runs", "utils.shapes"),
     ("utils.dataset", "utils.loss"),
     ("utils.image_cache",),

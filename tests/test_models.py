@@ -134,7 +134,7 @@ def test_detections_of_a_real_image_equal_golden() -> None:
     inputs = YOLOV5.inputs
     rest = -resized.shape[0] % 32
     top = round(rest / 2 - 0.1)
-    padded = cv2.copyMakeBorder(resized, top, rest - top, 0, 0, cv2.BORDER_CONSTANT, value=(inputs.pad_value,) * 3)
+    padded = cv2.copyMakeBorder(resized, top, rest - top, 0, 0, cv2.BORDER_CONSTANT, value=(114,) * 3)
     x = torch.from_numpy(padded[..., ::-1].copy()).permute(2, 0, 1)[None].float() * inputs.scale
     assert list(x.shape) == case["letterboxed_rgb_shape"].tolist()
 

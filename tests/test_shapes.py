@@ -15,7 +15,7 @@ import pytest
 
 from tests.common import PROJECT
 from utils import shapes
-from utils.config import load_data
+from utils.data_config import load_data
 from utils.errors import UserError
 from utils.shapes import (
     COUNTS,

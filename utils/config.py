@@ -1,11 +1,10 @@
-"""What a run is told: flags, hyperparameters and data sets, each default written once, as a dataclass field.
+"""What a run is told: flags and hyperparameters, each default written once, as a dataclass field.
 
 Imports the standard library and yaml only, so that ``--help`` and a wrong flag cost no torch import.
 ``python -m utils.config`` prints the flags as the page docs/flags.md.
 """
 
 import dataclasses
-import os
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from utils.flags import check_values, flag, flags_page, given_flags
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = {"data": ROOT / "data", "hyp": ROOT / "data" / "hyps", "model": ROOT / "models"}
 SPLITS = ("train", "val", "test")
-GENERATORS = ("shapes",)
 
 Config = TypeVar("Config")
 
@@ -94,7 +92,7 @@ class TrainConfig:
 
     data: str = flag("shapes.yaml", "data", "data set YAML, a path or the name of a shipped one", metavar="FILE")
     imgsz: int = flag(
-        320, "data", "image size in pixels, rounded up to a multiple of the stride", "--img", "--img-size", low=32
+        640, "data", "image size in pixels, rounded up to a multiple of the stride", "--img", "--img-size", low=32
     )
     rect: bool = flag(False, "data", "rectangular batches of similar aspect ratio, without mosaic")
     multi_scale: bool = flag(False, "data", "another size for each batch, 0.5 to 1.5 times --imgsz")
@@ -103,7 +101,7 @@ class TrainConfig:
     )
     workers: int = flag(8, "data", "most loader processes; 0 = load in the training process", low=0)
 
-    epochs: int = flag(30, "training", "passes over the training split", low=1)
+    epochs: int = flag(100, "training", "passes over the training split", low=1)
     batch_size: int = flag(16, "training", "images per forward and backward pass, over all devices", "--batch", low=1)
     nbs: int = flag(64, "training", "nominal batch: gradients are accumulated up to about so many images", low=1)
     hyp: str = flag("hyp.scratch-low.yaml", "training", "hyperparameter YAML, a path or a shipped name", metavar="FILE")
@@ -142,7 +140,7 @@ class ValConfig:
     data: str = flag("shapes.yaml", "data", "data set YAML, a path or the name of a shipped one", metavar="FILE")
     task: str = flag("val", "data", "split to measure on", choices=SPLITS)
     imgsz: int = flag(
-        320, "data", "image size in pixels, rounded up to a multiple of the stride", "--img", "--img-size", low=32
+        0, "data", "image size in pixels; 0 = the one the weights were trained at", "--img", "--img-size", low=0
     )
     batch_size: int = flag(32, "data", "images per forward pass", "--batch", low=1)
     workers: int = flag(8, "data", "most loader processes; 0 = load in the main process", low=0)
@@ -196,25 +194,6 @@ class Hyp:
     mosaic: float = _gain(1.0, 0, 1)
     mixup: float = _gain(0.0, 0, 1)
     copy_paste: float = _gain(0.0, 0, 1)  # acts on polygon labels only
-
-
-@dataclass
-class DataConfig:
-    """A data set: where its images are and what its classes are called."""
-
-    path: Path  # the YAML
-    root: Path  # folder that relative split paths start from
-    train: list[Path]  # folders and .txt lists, in the order given
-    val: list[Path]
-    names: list[str]  # index = class id
-    test: list[Path] = field(default_factory=list)
-    download: str | None = None
-    generator: str | None = None  # the data set is drawn, not fetched
-
-    @property
-    def num_classes(self) -> int:
-        """How many classes there are; class ids are below it."""
-        return len(self.names)
 
 
 def parse_train(argv: Sequence[str] | None = None) -> TrainConfig:
@@ -300,11 +279,12 @@ def load_yaml(path: Path) -> dict[Any, Any]:
     except yaml.YAMLError as error:
         raise UserError(f"{path}: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} must hold keys and values (key: value), not {_yaml_word(content)}")
+        raise UserError(f"{path} must hold keys and values (key: value), not {yaml_word(content)}")
     return content
 
 
-def _yaml_word(value: object) -> str:
+def yaml_word(value: object) -> str:
+    """Return what people call a kind of YAML value."""
     words = {type(None): "nothing", list: "a list", str: "a text", dict: "keys and values"}
     return words.get(type(value), repr(value))
 
@@ -361,144 +341,12 @@ def _number(value: Any) -> Any:
         return value
 
 
-# ---- data sets ----
-
-_DATA_KEYS = ("path", "train", "val", "test", "names", "nc", "download", "generator")
-
-
-def load_data(name: str | Path) -> DataConfig:
-    """Read a data set YAML, by path or shipped name. Nothing is fetched, drawn or looked for on disk yet.
-
-    ``path`` is the root of the splits: absolute, else relative to the YAML's folder, the current folder or the
-    project, the first in which it exists (the project if none: there it will be made). An unknown key is a mistake if
-    it is close to a known one, else a note of the author's.
-
-    Raises:
-        UserError: lists every problem with the file and the key.
-    """
-    path = find_yaml(name, "data")
-    content = load_yaml(path)
-    problems = Problems()
-    _check_data_keys(content, problems)
-    root = _data_root(path, content.get("path"))
-    splits = {split: _split_paths(split, content.get(split), root, problems) for split in SPLITS}
-    names = _class_names(content["names"], problems) if "names" in content else []
-    if "nc" in content and names and content["nc"] != len(names):
-        problems.add(f"nc says {content['nc']} classes, names lists {len(names)}; nc can be left out")
-    problems.raise_if_any(str(path))
-    return DataConfig(
-        path, root, names=names, download=content.get("download"), generator=content.get("generator"), **splits
-    )
-
-
-def check_split_paths(data: DataConfig, splits: Sequence[str] = ("train", "val")) -> dict[str, list[Path]]:
-    """Return the folders and lists of some splits; call it after a built-in data set was drawn.
-
-    Raises:
-        UserError: lists every path that is missing, and each split that the file does not name.
-    """
-    problems = Problems()
-    found: dict[str, list[Path]] = {split: getattr(data, split) for split in splits}
-    for split, paths in found.items():
-        if not paths:
-            problems.add(f"there is no {split} split; add a line {split}: FOLDER")
-        for path in paths:
-            if not path.exists():
-                problems.add(f"{split}: {path} does not exist{_near_path(path, data)}")
-    problems.raise_if_any(str(data.path))
-    return found
-
-
-def _check_data_keys(content: Mapping[Any, Any], problems: Problems) -> None:
-    mistyped = set()
-    for key in content:
-        hint = "" if key in _DATA_KEYS else nearest(key, _DATA_KEYS, alike=0.7)
-        if hint:
-            problems.add(f"{key} is not a key{hint}")
-            mistyped.add(hint)
-    for key in ("train", "val", "names"):
-        if content.get(key) is None and nearest(key, [key]) not in mistyped:
-            problems.add(f"{key} is missing")
-    if content.get("generator") not in (None, *GENERATORS):
-        hint = nearest(content["generator"], GENERATORS)
-        problems.add(f"generator is {' or '.join(GENERATORS)}, not {content['generator']!r}{hint}")
-    for key in ("path", "download"):
-        if not isinstance(content.get(key), str | None):
-            problems.add(f"{key} takes a text, not {_yaml_word(content[key])}")
-
-
-def _data_root(path: Path, value: Any) -> Path:
-    if value is None or not isinstance(value, str):
-        return path.parent
-    wanted = Path(value).expanduser()
-    bases = (path.parent, Path.cwd(), ROOT)
-    return _tidy(next((base / wanted for base in bases if (base / wanted).exists()), ROOT / wanted))
-
-
-def _tidy(path: Path) -> Path:
-    """Make absolute, without '..', but leave links alone: label folders are found by the name the user chose."""
-    return Path(os.path.abspath(path))
-
-
-def _split_paths(split: str, value: Any, root: Path, problems: Problems) -> list[Path]:
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(text, str) and text for text in values):
-        problems.add(f"{split} takes a folder, a .txt list, or a list of these, not {value!r}")
-        return []
-    return [_tidy(root / Path(text).expanduser()) for text in values]
-
-
-def _class_names(value: Any, problems: Problems) -> list[str]:
-    """Return the class names by id from a list or an id -> name mapping; [] after a problem."""
-    if isinstance(value, dict):
-        ids = range(len(value))
-        wrong = [key for key in value if isinstance(key, bool) or key not in ids]
-        if wrong:
-            problems.add(f"names has the class id {wrong[0]!r}, but ids run from 0 to {len(value) - 1} without gaps")
-            return []
-        value = [value[key] for key in ids]
-    if not isinstance(value, list) or not value:
-        problems.add(
-            f"names takes a list of class names or id: name lines, not {_yaml_word(value) if value else 'nothing'}"
-        )
-        return []
-    for class_id, name in enumerate(value):
-        if isinstance(name, bool) or not isinstance(name, str | int | float) or name == "":
-            problems.add(f"names: class {class_id} is {name!r}, not a text; put words like yes, no, on, null in quotes")
-    return [str(name) for name in value]
-
-
-def _near_path(path: Path, data: DataConfig) -> str:
-    """Return a hint for a split path that is missing, '' if there is none."""
-    if path.is_relative_to(data.root.parent):
-        inside = path.relative_to(data.root.parent)  # what `../train/images` would be without its two dots
-        if not path.is_relative_to(data.root) and (data.root / inside).exists():
-            return f"; did you mean {inside}?"
-    if data.download:
-        return "; its download line is not available yet: fetch the data yourself"
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    return nearest(path.name, siblings)
-
-
 # ---- configurations as plain data ----
 
 
-def config_to_dict(config: TrainConfig | ValConfig | Hyp | DataConfig) -> dict[str, Any]:
+def config_to_dict(config: TrainConfig | ValConfig | Hyp) -> dict[str, Any]:
     """Return a configuration as JSON-able values, for checkpoints and for the run folder."""
     return {name: _plain(value) for name, value in dataclasses.asdict(config).items()}
-
-
-def config_from_dict(kind: type[Config], values: Mapping[str, Any]) -> Config:
-    """Make a configuration of what `config_to_dict` returned.
-
-    Raises:
-        UserError: a name is unknown, or a value is of a wrong type or out of range.
-    """
-    if kind is not DataConfig:
-        return build_config(kind, values)
-    paths = {name: Path(values[name]) for name in ("path", "root")}
-    splits = {split: [Path(text) for text in values[split]] for split in SPLITS}
-    return kind(**{**values, **paths, **splits})
 
 
 def _plain(value: Any) -> Any:

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 import torch
 from tqdm import tqdm
 
-from utils.logging import DeviceMeter
-from utils.torch_utils import memory_usage
+from utils.torch_utils import DistEnv, memory_usage
 
-LOOK_SECONDS = 1.0  # between two looks at losses that are still being computed; each look makes the host wait
+LOOK_EVERY = 10  # micro-batches between two looks at the losses: each look makes the host wait for the device
 
 
 def format_lines(lines: Iterable[tuple[str, str]]) -> str:
@@ -38,8 +37,8 @@ def duration(seconds: float) -> str:
 class RunClock:
     """Tells how long the rest of a run will take, from the epochs that this process has done."""
 
-    def __init__(self, epochs: int, start_epoch: int) -> None:
-        self.epochs, self.start_epoch = epochs, start_epoch
+    def __init__(self, epochs: int, start: float) -> None:
+        self.epochs, self.start_epoch = epochs, start
         self.start = time.perf_counter()
 
     def elapsed(self) -> float:
@@ -59,9 +58,7 @@ class RunClock:
 class EpochProgress:
     """One line that follows an epoch: losses, learning rate, images a second, memory, time left in the run."""
 
-    def __init__(
-        self, epoch: int, batches: int, done: int, clock: RunClock, meter: DeviceMeter, device: torch.device, show: bool
-    ) -> None:
+    def __init__(self, epoch: int, batches: int, done: int, clock: RunClock, env: DistEnv) -> None:
         """Start the line.
 
         Args:
@@ -69,42 +66,48 @@ class EpochProgress:
             batches: micro-batches of an epoch.
             done: micro-batches of this one that were done before.
             clock: of the run.
-            meter: box, objectness and class loss of the epoch so far.
-            device: whose memory is shown.
-            show: draw it; off on all ranks but the first.
+            env: only rank 0 draws; its device's memory is shown.
         """
-        self.epoch, self.batches, self.clock, self.meter, self.device = epoch, batches, clock, meter, device
+        self.epoch, self.batches, self.clock, self.device = epoch, batches, clock, env.device
         self.bar = tqdm(
             total=batches,
             initial=done,
-            disable=not show,
+            disable=not env.is_main_process,
             desc=f"{epoch + 1}/{clock.epochs}",
             bar_format="{desc} {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}",
         )
-        self.images = self.looked_images = 0
-        self.looked = time.perf_counter()
+        self.done, self.images, self.shown_images = done, 0, 0
+        self.shown = time.perf_counter()
 
-    def advance(self, images: int, lr: float, imgsz: int) -> None:
-        """Count one micro-batch, and look at the losses if the last look is long enough ago.
+    def advance(self, images: int) -> bool:
+        """Count one micro-batch of so many images over all ranks.
 
-        Args:
-            images: in the global batch.
-            lr: learning rate of the weights.
-            imgsz: side of the images, pixels.
+        Returns:
+            Whether it is time to look at the losses: at the same batches on all ranks, for that may take all of them.
         """
         self.images += images
+        self.done += 1
         self.bar.update(1)
-        waited = time.perf_counter() - self.looked
-        if not self.bar.disable and (waited > LOOK_SECONDS or self.bar.n == self.batches):
-            box, objectness, category = self.meter.mean()
-            rate = (self.images - self.looked_images) / waited
-            left = duration(self.clock.left(self.epoch + self.bar.n / self.batches))
-            self.bar.set_postfix_str(
-                f"box {box:.4f}, obj {objectness:.4f}, cls {category:.4f}, lr {lr:.2g}, {imgsz} px, "
-                f"{rate:.0f} images/s, {memory_usage(self.device):.1f} GB, {left} left",
-                refresh=True,
-            )
-            self.looked, self.looked_images = time.perf_counter(), self.images
+        return self.done % LOOK_EVERY == 0 or self.done == self.batches
+
+    def show(self, losses: list[float], lr: float, imgsz: int) -> None:
+        """Write new figures.
+
+        Args:
+            losses: [box, objectness, class] of the epoch so far.
+            lr: learning rate of the weights.
+            imgsz: height of the images, pixels.
+        """
+        now = time.perf_counter()
+        rate = (self.images - self.shown_images) / (now - self.shown)
+        left = duration(self.clock.left(self.epoch + self.done / self.batches))
+        box, objectness, category = losses
+        self.bar.set_postfix_str(
+            f"box {box:.4f}, obj {objectness:.4f}, cls {category:.4f}, lr {lr:.2g}, {imgsz} px, "
+            f"{rate:.0f} images/s, {memory_usage(self.device):.1f} GB, {left} left",
+            refresh=True,
+        )
+        self.shown, self.shown_images = now, self.images
 
     def close(self) -> None:
         """End the line; it stays on the screen."""

@@ -123,7 +123,8 @@ def batch_imgsz(seed: int, epoch: int, k: int, imgsz: int, stride: int, multi_sc
     """Image size of batch ``k``: with ``multi_scale`` a multiple of ``stride`` in [0.5, 1.5] x imgsz, else imgsz."""
     if not multi_scale:
         return imgsz
-    low, high = math.ceil(MULTI_SCALE[0] * imgsz / stride), math.floor(MULTI_SCALE[1] * imgsz / stride)
+    # Not below two strides: a coarsest map of a single cell has no spread for BatchNorm to measure.
+    low, high = max(math.ceil(MULTI_SCALE[0] * imgsz / stride), 2), math.floor(MULTI_SCALE[1] * imgsz / stride)
     return stride * int(_generator(seed, epoch, SHAPE_POSITION, k).integers(low, high, endpoint=True))
 
 

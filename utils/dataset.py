@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from utils.config import DataConfig, check_split_paths
+from utils.data_config import DataConfig, check_split_paths
 from utils.errors import UserError
 from utils.images import IMAGE_SUFFIXES, ImageError, image_size, read_image
 from utils.labels import BAD_CLASS, Problem, RowReader, ScanReport, check_rows, label_path

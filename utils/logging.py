@@ -26,13 +26,19 @@ class _Handler(logging.Handler):
             self.handleError(record)
 
 
-def get_logger(rank: int = 0) -> logging.Logger:
-    """Return the logger of this process: plain lines on stdout, on ranks other than 0 warnings only."""
+def get_logger(rank: int | None = None) -> logging.Logger:
+    """Return the logger of this process: plain lines on stdout.
+
+    Args:
+        rank: said once, when it is known: ranks other than 0 write warnings only from then on.
+    """
     logger = logging.getLogger("lockstep")
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    logger.propagate = False  # a script with its own root handler would see each line twice
     if not logger.handlers:
         logger.addHandler(_Handler())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False  # a script with its own root handler would see each line twice
+    if rank is not None:
+        logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     return logger
 
 
@@ -103,9 +109,11 @@ class DeviceMeter:
         self._sums = torch.zeros(size + 1, dtype=dtype, device=device)  # the last one sums the weights
 
     def update(self, values: Tensor, weight: float = 1.0) -> None:
-        """Add ``values`` (size,), each with this weight. No host sync."""
-        self._sums[:-1].add_(values.detach().to(self._sums.dtype), alpha=weight)
-        self._sums[-1] += weight
+        """Add ``values`` (size,), each with this weight; none if one is not finite. No host sync."""
+        values = values.detach().to(self._sums.dtype)
+        counted = values.isfinite().all() * weight
+        self._sums[:-1] += values.nan_to_num(posinf=0, neginf=0) * counted
+        self._sums[-1] += counted
 
     def mean(self) -> list[float]:
         """Return the weighted means, nan before the first update. One host sync."""

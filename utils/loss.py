@@ -25,7 +25,7 @@ BOX, OBJ, CLS = range(3)
 FOCAL_ALPHA = 0.25  # Lin et al. 2017, "Focal Loss for Dense Object Detection"
 
 # Weight of each level's objectness, finest first: fine levels have most cells and so the smallest share of objects.
-OBJECTNESS_BALANCE = {2: (4.0, 1.0), 3: (4.0, 1.0, 0.4), 4: (4.0, 1.0, 0.25, 0.06), 5: (4.0, 1.0, 0.25, 0.06, 0.02)}
+OBJECTNESS_BALANCE, OBJECTNESS_BALANCE_OF_THREE = (4.0, 1.0, 0.25, 0.06, 0.02), (4.0, 1.0, 0.4)
 
 # The cell itself, then left, up, right, down: a match is also given to the neighbors its center is nearest to.
 OFFSETS = ((0.0, 0.0), (-1.0, 0.0), (0.0, -1.0), (1.0, 0.0), (0.0, 1.0))
@@ -87,14 +87,14 @@ class DetectionLoss:
             label_smoothing: epsilon; class targets become 1 - epsilon / 2 and epsilon / 2.
         """
         levels = len(strides)
-        self.anchors = anchors.detach().float().cpu()
+        self.anchors = anchors.detach().float().cpu().clone()
         self.strides = [int(stride) for stride in strides]
         self.num_classes = num_classes
         self.anchor_t, self.gamma = hyp.anchor_t, hyp.fl_gamma
         self.obj_pw, self.cls_pw = hyp.obj_pw, hyp.cls_pw
         self.positive, self.negative = 1.0 - 0.5 * label_smoothing, 0.5 * label_smoothing
 
-        balance = torch.tensor(OBJECTNESS_BALANCE[levels])
+        balance = torch.tensor(OBJECTNESS_BALANCE_OF_THREE if levels == 3 else OBJECTNESS_BALANCE[:levels])
         gains = torch.ones(3, levels) * (3 / levels)
         gains[BOX] *= hyp.box
         gains[OBJ] *= hyp.obj * (imgsz / 640) ** 2 * balance

@@ -82,7 +82,10 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     A state saved in another memory format than the model's has the same values in another order in memory, and fused
     optimizers on the CPU would take it as it lies, without a word.
     """
+    fused = [group["fused"] for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
+    for group, value in zip(optimizer.param_groups, fused, strict=True):
+        group["fused"] = value  # what this device can do, not the one that the state is from
     for parameter, values in optimizer.state.items():
         for key, value in values.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():

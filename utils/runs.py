@@ -26,7 +26,7 @@ def create_run_dir(project: str, name: str, exist_ok: bool = False) -> Path:
         exist_ok: take the folder as it is, even if there is one.
 
     Returns:
-        The folder, with ``weights`` inside. Two runs that start at once get two folders.
+        The folder. Two runs that start at once get two of them.
 
     Raises:
         UserError: the folder can't be made.
@@ -37,7 +37,6 @@ def create_run_dir(project: str, name: str, exist_ok: bool = False) -> Path:
         run_dir = parent / (name if number == 1 else f"{name}{number}")
         try:
             run_dir.mkdir(parents=True, exist_ok=exist_ok)
-            (run_dir / "weights").mkdir(exist_ok=True)
             return run_dir
         except FileExistsError:
             if exist_ok:
@@ -96,31 +95,44 @@ def lockstep_version() -> str:
     return "unknown"
 
 
-def find_resumable(resume: str, project: str) -> Path:
-    """Find the run that ``--resume`` means.
+def prepare_weights_dir(weights_dir: Path) -> None:
+    """Make the folder of the checkpoints, without those of another run that was there (``--exist-ok``).
+
+    They would else pass for this run's: a best.pt of another network, a last.prev.pt to resume from.
+    """
+    weights_dir.mkdir(exist_ok=True)
+    for path in [*weights_dir.glob("last*.pt"), *weights_dir.glob("best.pt"), *weights_dir.glob("epoch*.pt")]:
+        path.unlink()
+
+
+def find_resumable(resume: str, project: str) -> list[tuple[Path, Path]]:
+    """Find the runs that ``--resume`` may mean.
 
     Args:
         resume: a run folder, a checkpoint file in its ``weights``, or "" for the newest run.
         project: where runs are kept, searched for the newest.
 
     Returns:
-        The run folder.
+        Run folder and checkpoint: the one that was named, or all, newest first.
 
     Raises:
         UserError: there is none.
     """
     if resume:
-        given = Path(resume)
-        run_dir = given.parent.parent if given.is_file() else given
-        if not _checkpoints(run_dir):
+        path = Path(resume).absolute()
+        if path.is_file():
+            return [(path.parent.parent, path)]
+        if not _checkpoints(path):
             raise UserError(f"--resume {resume}: no weights/last.pt there; name a run folder such as {project}/exp")
-        return run_dir
-    candidates = [path for run_dir in Path(project).glob("*") for path in _checkpoints(run_dir)]
-    if not candidates:
-        raise UserError(
-            f"--resume: no run with weights/last.pt under {project}; name its folder: --resume {project}/exp"
-        )
-    return max(candidates, key=lambda path: path.stat().st_mtime).parent.parent
+        return [(path, path / "weights" / "last.pt")]
+    newest = {
+        max(path.stat().st_mtime for path in found): run
+        for run in Path(project).glob("*")
+        if (found := _checkpoints(run))
+    }
+    if not newest:
+        raise UserError(f"--resume: no run with weights/last.pt under {project}; name a run folder: --resume FOLDER")
+    return [(newest[time], newest[time] / "weights" / "last.pt") for time in sorted(newest, reverse=True)]
 
 
 def _checkpoints(run_dir: Path) -> list[Path]:

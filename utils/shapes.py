@@ -33,7 +33,7 @@ from utils.errors import UserError
 from utils.logging import get_logger
 
 # Any change of what is drawn, also of a constant below, needs a new version: older sets are then redrawn.
-VERSION = 1
+VERSION = 2
 SEED = 20
 
 # How much there is to learn from
@@ -44,19 +44,19 @@ SHORT_SIDE = (240, 320)
 JPEG_QUALITY = 92
 
 # How hard it is
-OBJECTS = (2, 7)  # per image, both ends included
-SIZE = (24.0, 160.0)  # longer side of a box, pixels, log-uniform
-SMALL_SHARE, SMALL_SIZE = 0.06, (12.0, 24.0)
-LARGE_SHARE, LARGE_SIZE = 0.05, (160.0, 290.0)
+OBJECTS = (2, 6)  # per image, both ends included
+SIZE = (40.0, 190.0)  # longer side of a box, pixels, log-uniform
+SMALL_SHARE, SMALL_SIZE = 0.05, (12.0, 40.0)
+LARGE_SHARE, LARGE_SIZE = 0.05, (190.0, 290.0)
 MIN_SIDE, MAX_SIDE = 8.0, 300.0  # of a label, pixels
 OVERLAP_SHARE = 0.22  # chance that a shape is put onto another
 OVERLAP_IOU = (0.22, 0.50)
 APART_IOU = 0.10  # at most, for the others
 MIN_VISIBLE = 0.45  # of a shape's full area
-MIN_CONTRAST = 32  # grey levels between a shape's mean color and what is under it (largest channel difference)
-LOW_CONTRAST_SHARE = 0.15  # shapes that have little more than the minimum
-TEXTURE_STRENGTH = 70  # grey levels between the two colors of a texture, at most
-CLUTTER = (3, 12)  # distractors per image: strokes, arcs, blobs
+MIN_CONTRAST = 48  # grey levels between a shape's mean color and what is under it (largest channel difference)
+LOW_CONTRAST_SHARE = 0.08  # shapes that have little more than the minimum
+TEXTURE_STRENGTH = 50  # grey levels between the two colors of a texture, at most
+CLUTTER = (2, 9)  # distractors per image: strokes, arcs, blobs
 NOISE = 3  # grey levels, at most
 
 PIXEL = 64  # geometry is in 1/64 pixel

@@ -176,6 +176,7 @@ def process_group(device_flag: str | int | Sequence[str | int] = "", env: DistEn
     env = replace(env, device=select_device(device_flag))
     if env.device.type == "cuda":
         torch.cuda.set_device(env.device)
+    get_logger(env.rank)
     yield env
 
 
@@ -260,8 +261,12 @@ def seed_everything(seed: int, deterministic: bool) -> None:
     torch.backends.cudnn.deterministic = deterministic
 
 
-def rng_state() -> dict[str, Any]:
-    """Return the state of all generators as plain numbers and tensors, which a checkpoint can hold."""
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of all generators as plain numbers and tensors, which a checkpoint can hold.
+
+    Args:
+        device: what the run computes on; another device's generator is not touched, for that would claim its memory.
+    """
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     assert kind == "MT19937"
@@ -274,7 +279,7 @@ def rng_state() -> dict[str, Any]:
             "cached": float(cached),
         },
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
 
 
