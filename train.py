@@ -16,24 +16,23 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import val
-from models.families import Family, family_of
+from models.families import family_of
 from models.start import fit_imgsz, freeze, network_spec, start_from
-from models.yolo import DetectionModel, count_flops, load_state
+from models.yolo import load_state
 from utils.config import (
     Hyp,
     build_config,
     config_to_dict,
     load_hyp,
 )
-from utils.console import EpochProgress, RunClock, duration, format_lines, machine
+from utils.console import EpochProgress, RunClock, duration
 from utils.data_config import DataConfig, build_train_config, load_data
 from utils.dataloaders import (
     Batch,
@@ -47,28 +46,24 @@ from utils.dataloaders import (
     train_loader,
     val_loader,
 )
-from utils.dataset import LabelIndex, open_split
+from utils.dataset import open_split
 from utils.errors import Problems, UserError, run_cli
 from utils.flags import given_flags
+from utils.header import header
 from utils.logging import CsvLog, DeviceMeter, get_logger
-from utils.loss import DetectionLoss
 from utils.metrics import format_table
-from utils.optim import Schedule, build_optimizer, load_optimizer
-from utils.runs import (
+from utils.optim import Schedule, build_optimizer
+from utils.run_folder import (
     create_run_dir,
     find_resumable,
-    lockstep_version,
     prepare_weights_dir,
-    versions,
     write_description,
 )
+from utils.run_state import Run, TrainState, load_run_state, save
 from utils.torch_utils import (
-    BatchPlan,
     BufferSnapshot,
     DistEnv,
     ModelEMA,
-    NonFiniteError,
-    Precision,
     all_reduce_sum,
     broadcast_object,
     choose_precision,
@@ -76,10 +71,7 @@ from utils.torch_utils import (
     load_checkpoint,
     load_newest,
     process_group,
-    rng_state,
-    save_checkpoint,
     seed_everything,
-    set_rng_state,
     split_global_batch,
     strip_checkpoint,
 )
@@ -97,63 +89,6 @@ COLUMNS = (
 )
 MAX_GRAD_NORM = 10.0
 RESUMABLE_FLAGS = {"resume", "device", "workers", "cache", "project"}  # may differ from the run that is continued
-
-
-@dataclass
-class TrainState:
-    """Where a run is; everything here moves and is saved.
-
-    Attributes:
-        epoch: the one that runs, or is to run next.
-        batch: micro-batches of it that are done.
-        step: optimizer steps so far.
-        since_step: micro-batches since the last step.
-        best_fitness: of all validations so far; -1 before the first.
-        best_epoch: the epoch it was reached in.
-        class_maps: mAP50-95 of each class at the last validation.
-        stopped: whether the run ended early, by ``--patience``.
-    """
-
-    epoch: int = 0
-    batch: int = 0
-    step: int = 0
-    since_step: int = 0
-    best_fitness: float = -1.0
-    best_epoch: int = 0
-    class_maps: list[float] = field(default_factory=list)
-    stopped: bool = False
-
-
-@dataclass
-class Run:
-    """What the parts of a run hand to each other."""
-
-    config: TrainConfig
-    hyp: Hyp
-    data: DataConfig
-    train_index: LabelIndex
-    val_index: LabelIndex
-    env: DistEnv
-    plan: BatchPlan
-    run_dir: Path
-    imgsz: int
-    family: Family
-    raw_model: DetectionModel
-    model: nn.Module  # the raw model, maybe wrapped
-    criterion: DetectionLoss
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    precision: Precision
-    scaler: torch.amp.GradScaler
-    ema: ModelEMA[DetectionModel]
-    buffers: BufferSnapshot
-    meter: DeviceMeter
-    state: TrainState
-
-    @property
-    def weights_dir(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.run_dir / "weights"
 
 
 @dataclass(frozen=True)
@@ -350,76 +285,6 @@ def validate(run: Run, batches: ValLoader) -> val.Evaluation | None:
     )
 
 
-def save(run: Run, better: bool, final: bool) -> bool:
-    """Write last.pt, and best.pt and epochN.pt where they are due.
-
-    Args:
-        run: as it is between two epochs.
-        better: whether its weights are the best so far.
-        final: whether no epoch follows.
-
-    Returns:
-        False if the weights are not finite: they never replace finite ones.
-    """
-    config, done = run.config, run.state.epoch
-    if config.nosave and not final:
-        return True
-    also = [run.weights_dir / "best.pt"] if better else []
-    if config.save_period > 0 and done % config.save_period == 0:
-        also.append(run.weights_dir / f"epoch{done}.pt")
-    try:
-        save_checkpoint(run_state(run), run.weights_dir / "last.pt", also)
-    except NonFiniteError as error:
-        get_logger().warning(f"{error}; the checkpoint before it stays")
-        return False
-    return True
-
-
-def run_state(run: Run) -> dict[str, Any]:
-    """Return everything that moves, and what it takes to build the run again; the format of our checkpoints."""
-    return {
-        "state": dataclasses.asdict(run.state),
-        "model": run.raw_model.state_dict(),
-        "ema": run.ema.state_dict(),
-        "optimizer": run.optimizer.state_dict(),
-        "scaler": run.scaler.state_dict(),
-        "gradients": None,  # saved at the end of a window only, where they are spent
-        "meter": run.meter.state_dict(),
-        "rng": rng_state(run.env.device),
-        "spec": run.raw_model.yaml,
-        "names": run.raw_model.names,
-        "config": config_to_dict(run.config),
-        "precision": run.precision.name,
-        "data": data_facts(run),
-        "hyp": config_to_dict(run.hyp),
-        "run_dir": str(run.run_dir),
-        "versions": versions(),
-    }
-
-
-def load_run_state(run: Run, saved: Mapping[str, Any]) -> None:
-    """Put a run where its checkpoint was taken."""
-    run.raw_model.load_state_dict(saved["model"])
-    run.ema.load_state_dict(saved["ema"])
-    load_optimizer(run.optimizer, saved["optimizer"])
-    if run.scaler.is_enabled() and saved["scaler"]:  # a run may move to a device of another precision
-        run.scaler.load_state_dict(saved["scaler"])
-    run.meter.load_state_dict(saved["meter"])
-    run.state = TrainState(**saved["state"])
-    set_rng_state(saved["rng"])
-    for what, now in {"data": data_facts(run), "precision": run.precision.name, "versions": versions()}.items():
-        if saved[what] != now:
-            get_logger().warning(f"since this run was saved its {what} changed: {saved[what]} became {now}")
-
-
-def data_facts(run: Run) -> dict[str, Any]:
-    """Return what identifies the data of a run; other data would change the schedule and the order of the images."""
-    return {
-        split: {"images": len(index), "instances": index.num_instances, "digest": index.images_digest}
-        for split, index in {"train": run.train_index, "val": run.val_index}.items()
-    }
-
-
 def load_settings(config: TrainConfig, resumed: Mapping[str, Any] | None) -> tuple[Hyp, DataConfig, Mapping[str, Any]]:
     """Read recipe, data set and network; a resumed run keeps its own recipe and network.
 
@@ -473,60 +338,10 @@ def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, Va
         start_batch=run.state.batch,
     )
     stack.enter_context(contextlib.closing(train_batches))
-    val_workers = choose_num_workers(config.workers, env.local_world_size, val_batch_of(run))
-    val_batches = val_loader(val_set, val_batch_of(run), env, val_workers, stride=stride)
+    val_workers = choose_num_workers(config.workers, env.local_world_size, run.val_batch)
+    val_batches = val_loader(val_set, run.val_batch, env, val_workers, stride=stride)
     stack.enter_context(contextlib.closing(val_batches))
     return train_batches, val_batches
-
-
-def val_batch_of(run: Run) -> int:
-    """Return the images of a validation batch; no more than of a training batch, so that it needs no more memory."""
-    return run.config.val_batch or min(run.plan.global_batch, 32)
-
-
-def header(run: Run) -> str:
-    """Say what is going to happen, before it does."""
-    config, plan, hyp, schedule = run.config, run.plan, run.hyp, run.schedule
-    parameters = sum(parameter.numel() for parameter in run.raw_model.parameters())
-    trained = sum(parameter.numel() for parameter in run.raw_model.parameters() if parameter.requires_grad)
-    own = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in run.data.defaults.items())
-    times_seen = schedule.batches_per_epoch * plan.global_batch / len(run.train_index)
-    lines = [
-        ("Lockstep", f"{lockstep_version()}, {machine(run.env.device)}"),
-        (
-            "run",
-            f"{run.run_dir}, seed {config.seed}"
-            + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
-        ),
-        (
-            "data",
-            f"{run.data.path.name}: {len(run.train_index)} images to train on with {run.train_index.num_instances} "
-            f"objects of {run.data.num_classes} classes, {len(run.val_index)} to validate on"
-            + (f"; an epoch sees each image {times_seen:.1f} times" if times_seen >= 1.5 else ""),
-        ),
-        (
-            "network",
-            f"{Path(config.cfg or config.weights).name}: {parameters:,} parameters"
-            + (f" ({trained:,} trained)" if trained < parameters else "")
-            + f", {count_flops(run.raw_model, run.imgsz) / 1e9:.1f} GFLOPs at {run.imgsz} px",
-        ),
-        (
-            "batch",
-            f"{plan.global_batch} images = {plan.world_size} x {plan.local_batch}, accumulated over {plan.accumulate}: "
-            f"{plan.global_batch * plan.accumulate} images an optimizer step; {val_batch_of(run)} in validation",
-        ),
-        (
-            "schedule",
-            f"{config.epochs} epochs of {schedule.batches_per_epoch} batches, {config.optimizer}, learning rate "
-            f"{hyp.lr0:g} to {hyp.lr0 * hyp.lrf:g} ({'cosine' if config.cos_lr else 'linear'}), "
-            f"warm-up {schedule.warmup} batches",
-        ),
-        ("recipe", f"{Path(config.hyp).name}" + (f"; defaults of {run.data.path.name}: {own}" if own else "")),
-        ("precision", {"off": "fp32"}.get(run.precision.name, f"{run.precision.name} autocast, fp32 weights")),
-    ]
-    if run.state.epoch:
-        lines.append(("resumed", f"after epoch {run.state.epoch} of {config.epochs}"))
-    return format_lines(lines)
 
 
 def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
@@ -541,7 +356,7 @@ def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
     load_state(run.ema.module, saved["model"], strict=True)
     evaluation = validate(run, val_batches)
     if evaluation is not None:
-        again = f"--data {run.data.path} --img {run.imgsz} --batch {val_batch_of(run)}"
+        again = f"--data {run.data.path} --img {run.imgsz} --batch {run.val_batch}"
         log.info(
             f"\n{duration(clock.elapsed())} of training. Weights of epoch {saved['state']['epoch']}, measured again:\n"
             f"{format_table(evaluation.metrics.rows(run.data.names))}\n\n"

@@ -34,7 +34,7 @@ from utils.image_cache import ImageCache
 from utils.logging import get_logger
 from utils.loss import DetectionLoss
 from utils.metrics import IOU_THRESHOLDS, Metrics, format_table, match_detections, summarize
-from utils.runs import create_run_dir
+from utils.run_folder import create_run_dir
 from utils.torch_utils import DistEnv, all_gather_objects, process_group
 
 MANY_CLASSES = 50  # from here on the table shows them with --verbose only

@@ -125,7 +125,7 @@ def test_empty_weights_mean_from_scratch() -> None:
     assert parse_train(["--weights", ""]) == TrainConfig()
 
 
-@pytest.mark.parametrize("line", ["--local-rank=1", "--local_rank 1", "--local-rank 1 --epochs 30"])
+@pytest.mark.parametrize("line", ["--local-rank=1", "--local_rank 1", "--local-rank 1 --epochs 100"])
 def test_the_local_rank_of_old_launchers_is_ignored(line: str) -> None:
     """YOLOv5 refuses the newer spelling; yjh0410/YOWOv2#8 refuses both."""
     assert parse_train(line.split()) == TrainConfig()
@@ -213,7 +213,7 @@ def test_a_mistake_ends_with_status_2_and_two_lines() -> None:
 def test_scripts_check_flags_before_they_import_torch(script: str, tmp_path: Path) -> None:
     write(tmp_path / "torch.py", "raise RuntimeError('torch was imported')\n")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    for argv, status, out in ((["--help"], 0, f"usage: python {script}"), (["--epohcs", "3", "--imgsz", "1"], 2, "")):
+    for argv, status, out in ((["--help"], 0, f"usage: python {script}"), (["--epohcs", "3", "--imgsz", "-1"], 2, "")):
         done = subprocess.run(
             [sys.executable, script, *argv], capture_output=True, text=True, cwd=PROJECT, env=env, check=False
         )

@@ -14,7 +14,7 @@ ROWS = (
     ("utils.boxes", "utils.checkpoint_files", "utils.flags", "utils.images", "utils.labels", "utils.logging"),
     ("utils.config", "utils.torch_utils"),
     ("utils.data_config",),
-    ("utils.augmentations", "utils.console", "utils.metrics", "utils.optim", "utils.runs", "utils.shapes"),
+    ("utils.augmentations", "utils.console", "utils.metrics", "utils.optim", "utils.run_folder", "utils.shapes"),
     ("utils.dataset", "utils.loss"),
     ("utils.image_cache",),
     ("utils.dataloaders",),
@@ -22,7 +22,8 @@ ROWS = (
     ("models.yolo",),
     ("models.families",),
     ("models.start",),
-    ("val",),
+    ("utils.run_state", "val"),
+    ("utils.header",),
     ("train",),
 )
 BENCHMARKS = "benchmarks."  # scripts that may import everything; nothing imports them

@@ -1,0 +1,55 @@
+"""What a run says before it starts: everything that follows from its flags."""
+
+from pathlib import Path
+
+import torch
+
+from models.yolo import count_flops
+from utils.console import format_lines, machine
+from utils.run_folder import lockstep_version
+from utils.run_state import Run
+
+
+def header(run: Run) -> str:
+    """Say what is going to happen, before it does."""
+    config, plan, hyp, schedule = run.config, run.plan, run.hyp, run.schedule
+    parameters = sum(parameter.numel() for parameter in run.raw_model.parameters())
+    trained = sum(parameter.numel() for parameter in run.raw_model.parameters() if parameter.requires_grad)
+    own = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in run.data.defaults.items())
+    times_seen = schedule.batches_per_epoch * plan.global_batch / len(run.train_index)
+    lines = [
+        ("Lockstep", f"{lockstep_version()}, {machine(run.env.device)}"),
+        (
+            "run",
+            f"{run.run_dir}, seed {config.seed}"
+            + (", deterministic" if torch.are_deterministic_algorithms_enabled() else ""),
+        ),
+        (
+            "data",
+            f"{run.data.path.name}: {len(run.train_index)} images to train on with {run.train_index.num_instances} "
+            f"objects of {run.data.num_classes} classes, {len(run.val_index)} to validate on"
+            + (f"; an epoch sees each image {times_seen:.1f} times" if times_seen >= 1.5 else ""),
+        ),
+        (
+            "network",
+            f"{Path(config.cfg or config.weights).name}: {parameters:,} parameters"
+            + (f" ({trained:,} trained)" if trained < parameters else "")
+            + f", {count_flops(run.raw_model, run.imgsz) / 1e9:.1f} GFLOPs at {run.imgsz} px",
+        ),
+        (
+            "batch",
+            f"{plan.global_batch} images = {plan.world_size} x {plan.local_batch}, accumulated over {plan.accumulate}: "
+            f"{plan.global_batch * plan.accumulate} images an optimizer step; {run.val_batch} in validation",
+        ),
+        (
+            "schedule",
+            f"{config.epochs} epochs of {schedule.batches_per_epoch} batches, {config.optimizer}, learning rate "
+            f"{hyp.lr0:g} to {hyp.lr0 * hyp.lrf:g} ({'cosine' if config.cos_lr else 'linear'}), "
+            f"warm-up {schedule.warmup} batches",
+        ),
+        ("recipe", f"{Path(config.hyp).name}" + (f"; defaults of {run.data.path.name}: {own}" if own else "")),
+        ("precision", {"off": "fp32"}.get(run.precision.name, f"{run.precision.name} autocast, fp32 weights")),
+    ]
+    if run.state.epoch:
+        lines.append(("resumed", f"after epoch {run.state.epoch} of {config.epochs}"))
+    return format_lines(lines)
