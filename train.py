@@ -7,33 +7,32 @@ python train.py --resume runs/train/exp                                   go on 
 
 import sys
 
+from own_packages import check_packages
+
+check_packages()
+
 from utils.config import TrainConfig, parse_train
+from utils.preflight import check_opencv
 
 if __name__ == "__main__":
     parse_train(sys.argv[1:])  # --help and mistyped flags end here, before torch is imported
+    check_opencv()
 
 import contextlib
 import dataclasses
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import val
-from models.families import family_of
-from models.start import fit_imgsz, freeze, network_spec, start_from
 from models.yolo import load_state
-from utils.config import (
-    Hyp,
-    build_config,
-    config_to_dict,
-    load_hyp,
-)
+from utils.config import build_config, config_to_dict
 from utils.console import EpochProgress, RunClock, duration
-from utils.data_config import DataConfig, build_train_config, load_data
+from utils.data_config import build_train_config
+from utils.data_report import write_report
 from utils.dataloaders import (
     Batch,
     DetectionDataset,
@@ -46,13 +45,14 @@ from utils.dataloaders import (
     train_loader,
     val_loader,
 )
-from utils.dataset import open_split
-from utils.errors import Problems, UserError, run_cli
+from utils.errors import UserError, run_cli
 from utils.flags import given_flags
 from utils.header import header
+from utils.inputs import read_inputs
 from utils.logging import CsvLog, DeviceMeter, get_logger
 from utils.metrics import format_table
 from utils.optim import Schedule, build_optimizer
+from utils.plots import Plots
 from utils.run_folder import (
     create_run_dir,
     find_resumable,
@@ -66,13 +66,11 @@ from utils.torch_utils import (
     ModelEMA,
     all_reduce_sum,
     broadcast_object,
-    choose_precision,
     guarded_step,
     load_checkpoint,
     load_newest,
     process_group,
     seed_everything,
-    split_global_batch,
     strip_checkpoint,
 )
 
@@ -88,7 +86,8 @@ COLUMNS = (
     *(f"x/lr{group}" for group in range(3)),
 )
 MAX_GRAD_NORM = 10.0
-RESUMABLE_FLAGS = {"resume", "device", "workers", "cache", "project"}  # may differ from the run that is continued
+# These may differ from the run that is continued.
+RESUMABLE_FLAGS = {"resume", "device", "workers", "cache", "project", "noplots"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class Results:
 
     Attributes:
         run_dir: folder with everything that was written.
-        best_fitness: 0.1 mAP50 + 0.9 mAP50-95 of the best epoch.
+        best_fitness: what ``--metric`` names, of the best epoch.
         evaluation: of the best weights; None off rank 0.
     """
 
@@ -120,8 +119,10 @@ def train(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = No
     log = get_logger()
     run = set_up(config, env, resumed)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(run.plots)
         train_batches, val_batches = open_loaders(run, stack)
         log.info(header(run))
+        run.plots.add_labels(run.train_index)
 
         # 5. loop ----------------------------------------------------------------------------------------------------
         results = CsvLog(run.run_dir / "results.csv", COLUMNS, keep_epochs=run.state.epoch)
@@ -132,7 +133,7 @@ def train(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = No
             # 6. epoch end: validation, files, verdict ---------------------------------------------------------------
             end_epoch(run, losses, val_batches, results)
             if run.state.stopped:
-                log.info(f"no better fitness for {config.patience} epochs (--patience): stopping early")
+                log.info(f"no better {config.metric} for {config.patience} epochs (--patience): stopping early")
                 break
 
         # 7. end -----------------------------------------------------------------------------------------------------
@@ -145,48 +146,44 @@ def set_up(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = N
     Raises:
         UserError: flags, data, network and weights do not fit together; no run folder is made then.
     """
-    # 1. run: settings, batch plan -----------------------------------------------------------------------------------
-    hyp, data, spec = load_settings(config, resumed)
-    plan = split_global_batch(config.batch_size, env.world_size, config.nbs)
-    precision = choose_precision(config.amp, env.device)
+    # 1. seeds -------------------------------------------------------------------------------------------------------
     deterministic = env.device.type == "cpu" if config.deterministic is None else config.deterministic
     seed_everything(config.seed, deterministic)
 
-    # 2. data: labels ------------------------------------------------------------------------------------------------
-    train_index, val_index = open_split(data, "train"), open_split(data, "val")
+    # 2. inputs: recipe, labels, network with its weights; all that is wrong with them, or with the machine, at once ---
+    inputs = read_inputs(config, env, resumed)
+    hyp, data, plan, family, raw_model, imgsz = (
+        inputs.hyp, inputs.data, inputs.plan, inputs.family, inputs.raw_model, inputs.imgsz
+    )  # fmt: skip
 
-    # 3. model: network, weights, loss, optimizer, schedule, EMA -----------------------------------------------------
-    family = family_of(spec)
-    raw_model = family.build(spec, data.num_classes, data.names)
-    raw_model.to(env.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if resumed is not None:
-        load_state(raw_model, resumed["model"], strict=True)
-    elif config.weights:
-        start_from(raw_model, config.weights, keep_anchors=bool(config.cfg))
-    freeze(raw_model, config.freeze)
-    imgsz = fit_imgsz(config.imgsz, raw_model)
-    criterion = family.criterion(raw_model, hyp, imgsz, 0.0)  # of the anchors as they are by now
+    # 3. model: anchors, loss, optimizer, schedule, EMA --------------------------------------------------------------
+    if resumed is None and not config.noautoanchor:
+        family.fit_labels(raw_model, inputs.train_index, hyp, imgsz, config.seed, env)
+    criterion = family.criterion(raw_model, hyp, imgsz, config.label_smoothing)  # of the anchors as they are by now
+    batches_per_epoch = math.ceil(len(inputs.train_index) / plan.global_batch)
+    run_dir = open_run_dir(config, env, resumed)
     run = Run(
         config=config,
         hyp=hyp,
         data=data,
-        train_index=train_index,
-        val_index=val_index,
+        train_index=inputs.train_index,
+        val_index=inputs.val_index,
         env=env,
         plan=plan,
-        run_dir=open_run_dir(config, env, resumed),
+        run_dir=run_dir,
         imgsz=imgsz,
         family=family,
         raw_model=raw_model,
         model=raw_model,
         criterion=criterion,
         optimizer=build_optimizer(raw_model, config.optimizer, hyp, plan),
-        schedule=Schedule(hyp, config.epochs, math.ceil(len(train_index) / plan.global_batch), plan, config.cos_lr),
-        precision=precision,
-        scaler=precision.make_scaler(env.device),
+        schedule=Schedule(hyp, config.epochs, batches_per_epoch, plan, config.cos_lr),
+        precision=inputs.precision,
+        scaler=inputs.precision.make_scaler(env.device),
         ema=ModelEMA(raw_model),
         buffers=BufferSnapshot(raw_model),
         meter=DeviceMeter(len(LOSSES), env.device),
+        plots=Plots(run_dir, data.names, enabled=env.is_main_process and not config.noplots),
         state=TrainState(),
     )
 
@@ -195,6 +192,7 @@ def set_up(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = N
         load_run_state(run, resumed)
     elif env.is_main_process:
         write_description(run.run_dir, config_to_dict(config), config_to_dict(hyp), dataclasses.asdict(plan))
+        write_report(run.run_dir, {"train": run.train_index.report, "val": run.val_index.report}, get_logger())
     return run
 
 
@@ -211,6 +209,7 @@ def train_epoch(run: Run, batches: Iterator[Batch], clock: RunClock) -> list[flo
     while state.batch < schedule.batches_per_epoch:
         batch = next(batches)
         assert (batch.epoch, batch.k) == (state.epoch, state.batch), "loader and run are at different batches"
+        run.plots.add_train_batch(batch, run.train_index)
         i = state.epoch * schedule.batches_per_epoch + state.batch
         schedule.apply(run.optimizer, i)
         if state.since_step == 0:
@@ -256,26 +255,44 @@ def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, results: Cs
     row |= {f"x/lr{group}": rate for group, rate in enumerate(rates)}
 
     before, better = dataclasses.replace(state), False
-    if last or not config.noval:
+    if last or (not config.noval and (epoch + 1) % config.val_period == 0):
         evaluation = validate(run, val_batches)
         if evaluation is not None:
             metrics = evaluation.metrics
             row |= dict(zip(COLUMNS[4:8], (metrics.p, metrics.r, metrics.map50, metrics.map), strict=True))
             row |= dict(zip((f"val/{name}_loss" for name in LOSSES), evaluation.losses, strict=True))
-            better = metrics.fitness > state.best_fitness
+            value = metrics.value(config.metric)
+            better = value > state.best_fitness
             if better:
-                state.best_fitness, state.best_epoch = metrics.fitness, epoch
+                state.best_fitness, state.best_epoch = value, epoch
             state.class_maps = metrics.class_maps.tolist()
             log.info(format_table(metrics.rows(run.data.names)[:1]))
         state.stopped = not last and 0 < config.patience <= epoch - state.best_epoch
     state.epoch, state.batch = epoch + 1, 0
     run.meter.reset()
+    say_skipped(run)
     run.state = broadcast_object(state, run.env)  # the verdict; nobody waits for the files
 
     if run.env.is_main_process:
         results.append(row)  # first: a row too many is cut off on resume, a lost one can't be made again
         if not save(run, better, final=last or state.stopped):
             state.best_fitness, state.best_epoch = before.best_fitness, before.best_epoch
+        best_epoch = state.best_epoch if state.best_fitness >= 0 else None
+        run.plots.end_epoch(epoch, best_epoch, final=last or state.stopped)
+
+
+def say_skipped(run: Run) -> None:
+    """Say how many windows of the epoch were skipped for a gradient that was not finite."""
+    skipped = int(run.ema.skipped)
+    new = skipped - run.state.skipped
+    if new and run.scaler.is_enabled():
+        get_logger().info(f"optimizer steps skipped in this epoch: {new}, to find a loss scale that suits fp16")
+    elif new:
+        get_logger().warning(
+            f"optimizer steps skipped in this epoch: {new}, for their gradients were not finite; weights and BatchNorm "
+            "are as if those batches had not been there. If it goes on, lower lr0 in --hyp"
+        )
+    run.state.skipped = skipped
 
 
 def validate(run: Run, batches: ValLoader) -> val.Evaluation | None:
@@ -283,28 +300,6 @@ def validate(run: Run, batches: ValLoader) -> val.Evaluation | None:
     return val.evaluate(
         run.ema.module, run.family, batches, run.val_index, run.data.names, run.env, criterion=run.criterion
     )
-
-
-def load_settings(config: TrainConfig, resumed: Mapping[str, Any] | None) -> tuple[Hyp, DataConfig, Mapping[str, Any]]:
-    """Read recipe, data set and network; a resumed run keeps its own recipe and network.
-
-    Raises:
-        UserError: lists what is wrong with all of them.
-    """
-    problems = Problems()
-    data = problems.attempt(lambda: load_data(config.data))
-    if resumed is not None:
-        hyp, spec = problems.attempt(lambda: build_config(Hyp, resumed["hyp"])), resumed["spec"]
-        if data is not None and data.names != resumed["names"]:
-            problems.add(f"--resume: the class names in {data.path} are no longer those of the run")
-    else:
-        hyp = problems.attempt(lambda: load_hyp(config.hyp))
-        spec = problems.attempt(lambda: network_spec(config.cfg, config.weights))
-    problems.raise_if_any()
-    assert hyp is not None and data is not None and spec is not None
-    if hyp.copy_paste:
-        get_logger().warning(f"copy_paste {hyp.copy_paste:g} has no effect: this augmentation is not available yet")
-    return hyp, data, spec
 
 
 def open_run_dir(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | None) -> Path:
@@ -322,6 +317,8 @@ def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, Va
     """Open image caches and loaders, all to be closed by the stack."""
     config, imgsz, env = run.config, run.imgsz, run.env
     stride = run.raw_model.max_stride
+    if run.hyp.copy_paste and run.train_index.points is None:
+        get_logger().info(f"copy_paste {run.hyp.copy_paste:g} of the recipe needs polygon labels; there are none")
     train_cache = create_cache(run.train_index, imgsz, config.cache, train=True)
     stack.enter_context(contextlib.closing(train_cache))
     val_cache = create_cache(run.val_index, imgsz, config.cache, train=False)
@@ -356,14 +353,17 @@ def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
     load_state(run.ema.module, saved["model"], strict=True)
     evaluation = validate(run, val_batches)
     if evaluation is not None:
-        again = f"--data {run.data.path} --img {run.imgsz} --batch {run.val_batch}"
+        again = ["--weights", best, "--data", run.data.path, "--img", run.imgsz, "--batch", run.val_batch]
+        again += ["--device", run.config.device] if run.config.device else []
+        again += ["--single-cls"] if run.data.merged else []
         log.info(
             f"\n{duration(clock.elapsed())} of training. Weights of epoch {saved['state']['epoch']}, measured again:\n"
             f"{format_table(evaluation.metrics.rows(run.data.names))}\n\n"
             f"weights     {best} to use, {last} to resume from\n"
             f"figures     {run.run_dir / 'results.csv'}\n"
-            f"again       python val.py --weights {best} {again}"
+            f"again       {shlex.join(['python', 'val.py', *map(str, again)])}"
         )
+        run.plots.add_evaluation(evaluation.metrics, evaluation.images, run.val_index)
     return Results(run.run_dir, run.state.best_fitness, evaluation)
 
 
@@ -380,13 +380,13 @@ def resume(given: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, Any]]:
         UserError: no such run, flags that differ and may not, or a run that is finished.
     """
     named = "" if given["resume"] is True else given["resume"]
-    for run_dir, newest in find_resumable(named, given.get("project", TrainConfig.project)):  # noqa: B007
+    for run_dir, newest in find_resumable(named, given.get("project", TrainConfig.project)):
         saved, path = load_newest(newest)
+        if "optimizer" not in saved:
+            raise UserError(f"--resume {path}: weights for use, not to go on from; name a last.pt, or use --weights")
         finished = saved["state"]["epoch"] >= saved["config"]["epochs"] or saved["state"]["stopped"]
         if named or not finished:
             break
-    if "optimizer" not in saved:
-        raise UserError(f"--resume {path}: weights for use, without optimizer; name a last.pt, or start with --weights")
     if finished:
         why = "stopped early" if saved["state"]["stopped"] else "all its epochs are done"
         raise UserError(f"--resume {run_dir}: nothing is left to resume, {why}; start a new run with --weights {path}")

@@ -6,14 +6,20 @@ python val.py --weights best.pt --data coco.yaml --img 640 --task test          
 
 import sys
 
+from own_packages import check_packages
+
+check_packages()
+
 from utils.config import ValConfig, parse_val
-from utils.data_config import load_data
+from utils.preflight import check_opencv
 
 if __name__ == "__main__":
     parse_val(sys.argv[1:])  # --help and mistyped flags end here, before torch is imported
+    check_opencv()
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,17 +29,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from models.families import Family, load_model
-from models.start import fit_imgsz
+from models.families import Family
 from models.yolo import DetectionModel
 from utils.boxes import cxcywh_to_xyxy, scale_boxes
+from utils.data_report import write_report
 from utils.dataloaders import Batch, DetectionDataset, ValLoader, choose_num_workers, val_loader
-from utils.dataset import LabelIndex, open_split
-from utils.errors import Problems, UserError, run_cli
+from utils.dataset import LabelIndex
+from utils.errors import run_cli
 from utils.image_cache import ImageCache
+from utils.inputs import read_val_inputs
 from utils.logging import get_logger
 from utils.loss import DetectionLoss
-from utils.metrics import IOU_THRESHOLDS, Metrics, format_table, match_detections, summarize
+from utils.metrics import IOU_THRESHOLDS, ImageResult, Metrics, format_table, match_detections, summarize
+from utils.plots import Plots
 from utils.run_folder import create_run_dir
 from utils.torch_utils import DistEnv, all_gather_objects, process_group
 
@@ -48,11 +56,13 @@ class Evaluation:
         metrics: precision, recall and AP, overall and for each class.
         losses: [box, objectness, class] over the whole split; zeros without a criterion.
         speed: milliseconds per image: preparing, inference, NMS.
+        images: detections and labels of each image, batch by batch.
     """
 
     metrics: Metrics
     losses: list[float]
     speed: dict[str, float]
+    images: list[ImageResult]
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,8 @@ def evaluate(
     conf_thres: float = 0.001,
     iou_thres: float = 0.6,
     max_det: int = 300,
+    augment: bool = False,
+    single_cls: bool = False,
     description: str = "validation",
 ) -> Evaluation | None:
     """Run a network over a split and score it. Collective: every rank must call it.
@@ -99,11 +111,14 @@ def evaluate(
         conf_thres: least confidence of a detection.
         iou_thres: of NMS.
         max_det: detections kept in an image.
+        augment: look at each image several times (test-time augmentation); there is no loss then.
+        single_cls: count every detection as of class 0.
         description: beside the progress bar.
 
     Returns:
         The evaluation on rank 0, None elsewhere.
     """
+    assert criterion is None or not augment, "augmented predictions have no raw outputs to take a loss of"
     model.eval()
     results = []
     progress = tqdm(loader, description, len(loader), leave=False, disable=not env.is_main_process, unit="batch")
@@ -111,10 +126,18 @@ def evaluate(
         start = _now(env.device)
         images = family.inputs.prepare(batch.images.to(env.device, non_blocking=True))
         prepared = _now(env.device)
-        outputs = _forward(model, images)
-        decoded = family.decode(model, outputs)
+        outputs = [] if augment else _forward(model, images)
+        if augment:
+            decoded = _forward(lambda some: [family.augmented(model, some)], images)[0]
+        else:
+            decoded = family.decode(model, outputs)
         inferred = _now(env.device)
-        found = family.postprocess(decoded, conf_thres, iou_thres, multi_label=len(names) > 1, max_det=max_det)
+        found = family.postprocess(
+            decoded, conf_thres, iou_thres, multi_label=len(names) > 1, max_det=max_det, agnostic=single_cls
+        )
+        if single_cls:
+            for one in found:
+                one[:, 5] = 0
         detections = [_to_original(image, geometry) for image, geometry in zip(found, batch.geometry, strict=True)]
         done = _now(env.device)
         sums, counts = _losses(criterion, outputs, batch)
@@ -131,8 +154,8 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _forward(model: DetectionModel, images: Tensor) -> list[Tensor]:
-    """Run the network; halve the batch where memory does not suffice (ultralytics/yolov5#2586)."""
+def _forward(model: Callable[[Tensor], list[Tensor]], images: Tensor) -> list[Tensor]:
+    """Run a network; halve the batch where memory does not suffice (ultralytics/yolov5#2586)."""
     try:
         return model(images)
     except torch.OutOfMemoryError:
@@ -163,13 +186,15 @@ def _losses(
 def _score(
     results: list[BatchResult], index: LabelIndex, names: list[str], criterion: DetectionLoss | None
 ) -> Evaluation:
-    correct, scored, truth = [np.zeros((0, len(IOU_THRESHOLDS)), bool)], [np.zeros((0, 2), np.float32)], []
-    for result in results:
-        for image, detections in zip(result.indices, result.detections, strict=True):
-            labels = _original_labels(index, image)
-            correct.append(match_detections(detections, labels, IOU_THRESHOLDS))
-            scored.append(detections[:, 4:6])
-            truth.append(labels[:, 0])
+    images = [
+        ImageResult(result.number, image, detections, _original_labels(index, image))
+        for result in results
+        for image, detections in zip(result.indices, result.detections, strict=True)
+    ]
+    correct = [np.zeros((0, len(IOU_THRESHOLDS)), bool)]
+    correct += [match_detections(image.detections, image.labels, IOU_THRESHOLDS) for image in images]
+    scored = [np.zeros((0, 2), np.float32), *(image.detections[:, 4:6] for image in images)]
+    truth = [image.labels[:, 0] for image in images]
     confidence, category = np.concatenate(scored).T
     metrics = summarize(np.concatenate(correct), confidence, category, truth, names)
 
@@ -178,9 +203,9 @@ def _score(
         sums = torch.from_numpy(np.sum([result.sums for result in results], 0))
         counts = torch.from_numpy(np.sum([result.counts for result in results], 0))
         losses = criterion.items(sums, counts).tolist()
-    images = sum(len(result.indices) for result in results)
-    seconds = np.sum([result.seconds for result in results], 0) / images * 1e3
-    return Evaluation(metrics, losses, dict(zip(("prepare", "inference", "nms"), seconds.tolist(), strict=True)))
+    seconds = np.sum([result.seconds for result in results], 0) / len(images) * 1e3
+    speed = dict(zip(("prepare", "inference", "nms"), seconds.tolist(), strict=True))
+    return Evaluation(metrics, losses, speed, images)
 
 
 def _original_labels(index: LabelIndex, image: int) -> NDArray[np.float32]:
@@ -198,20 +223,11 @@ def run(config: ValConfig, env: DistEnv) -> Evaluation | None:
         UserError: weights, data and flags do not fit together.
     """
     log = get_logger()
-    problems = Problems()
-    data = problems.attempt(lambda: load_data(config.data))
-    loaded = problems.attempt(lambda: load_model(Path(config.weights), env.device))
-    problems.raise_if_any()
-    assert data is not None and loaded is not None
-    model, family, trained_at = loaded
-    if model.num_classes != data.num_classes:
-        raise UserError(
-            f"--weights {config.weights} knows {model.num_classes} classes, --data {config.data} has "
-            f"{data.num_classes}; use the data set that the weights were trained on"
-        )
-    index = open_split(data, config.task)
-    dataset = DetectionDataset(index, ImageCache(), None, fit_imgsz(config.imgsz or trained_at, model))
+    inputs = read_val_inputs(config, env)
+    data, model, family, index = inputs.data, inputs.model, inputs.family, inputs.index
+    dataset = DetectionDataset(index, ImageCache(), None, inputs.imgsz)
     workers = choose_num_workers(config.workers, env.local_world_size, config.batch_size)
+    run_dir = create_run_dir(config.project, config.name, config.exist_ok) if env.is_main_process else Path()
     loader = val_loader(dataset, config.batch_size, env, workers, stride=model.max_stride)
     evaluation = evaluate(
         model,
@@ -223,16 +239,20 @@ def run(config: ValConfig, env: DistEnv) -> Evaluation | None:
         conf_thres=config.conf_thres,
         iou_thres=config.iou_thres,
         max_det=config.max_det,
+        augment=config.augment,
+        single_cls=config.single_cls,
         description=config.task,
     )
     loader.close()
     if evaluation is not None:
-        run_dir = create_run_dir(config.project, config.name, config.exist_ok)
         shown = None if config.verbose or data.num_classes < MANY_CLASSES else 1
         log.info(format_table(evaluation.metrics.rows(data.names)[:shown]))
         log.info("speed per image: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in evaluation.speed.items()))
         rows = [row._asdict() for row in evaluation.metrics.rows(data.names)]
+        write_report(run_dir, {config.task: index.report}, log)
         (run_dir / "metrics.json").write_text(json.dumps(rows, indent=2) + "\n")
+        with Plots(run_dir, data.names) as plots:
+            plots.add_evaluation(evaluation.metrics, evaluation.images, index)
         log.info(f"results in {run_dir}")
     return evaluation
 

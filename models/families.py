@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.looks import augmented_anchors
 from models.yolo import DetectionModel, load_state
+from utils import autoanchor
 from utils.boxes import non_max_suppression
 from utils.config import Hyp
+from utils.dataset import LabelIndex
 from utils.errors import UserError
+from utils.logging import get_logger
 from utils.loss import DetectionLoss
-from utils.torch_utils import load_checkpoint
+from utils.torch_utils import DistEnv, broadcast_object, load_checkpoint
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,11 @@ class Family:
     Attributes:
         name: as the key ``family`` of a model YAML has it.
         build: (spec, num_classes, names) -> network.
+        fit_labels: (raw_model, index, hyp, imgsz, seed, env): changes what should follow from the training labels,
+            before anything is made of the network. Collective.
         criterion: (raw_model, hyp, imgsz, label_smoothing) -> loss.
         decode: (raw_model, outputs) -> (B, N, 5 + C) boxes and scores, fp32.
+        augmented: (raw_model, images) -> the same, of several looks at each image (test-time augmentation).
         postprocess: decoded predictions and thresholds -> detections; with the signature of `non_max_suppression`.
         inputs: how images are given to the network.
         sync_bn: whether BatchNorm statistics are shared over ranks by default.
@@ -63,12 +70,54 @@ class Family:
 
     name: str
     build: Callable[[Mapping[str, Any], int, Sequence[str] | None], DetectionModel]
+    fit_labels: Callable[[DetectionModel, LabelIndex, Hyp, int, int, DistEnv], None]
     criterion: Callable[[DetectionModel, Hyp, int, float], DetectionLoss]
     decode: Callable[[DetectionModel, Sequence[Tensor]], Tensor]
+    augmented: Callable[[DetectionModel, Tensor], Tensor]
     postprocess: Callable[..., list[Tensor]]
     inputs: InputConvention
     sync_bn: bool
     launchable: bool
+
+
+def fit_anchors(raw_model: DetectionModel, index: LabelIndex, hyp: Hyp, imgsz: int, seed: int, env: DistEnv) -> None:
+    """Keep the anchors if they fit the labels of the training split, else find others. Collective.
+
+    They are kept if at least 98 % of the labels match one of them. Found ones are taken only if more labels match them;
+    in place of generic ones (the YAML names a number of anchors) also if as many do and more closely.
+
+    Args:
+        raw_model: the network; its anchors may change.
+        index: of the training split; has labels.
+        hyp: ``anchor_t``.
+        imgsz: of the training, pixels.
+        seed: of the run.
+        env: this rank's place; all ranks take what rank 0 found.
+    """
+    log, generic = get_logger(), not isinstance(raw_model.yaml["anchors"], list)
+    sizes = autoanchor.label_sizes(index.shapes, index.offsets, index.rows, imgsz)
+    tiny = int((sizes < autoanchor.TINY).any(axis=1).sum())
+    if tiny:
+        log.warning(
+            f"{tiny} of {len(sizes)} labels are less than {autoanchor.TINY:g} pixels wide or high at --imgsz {imgsz}: "
+            "hard to find; a larger --imgsz helps"
+        )
+    sizes = autoanchor.vary(sizes, index.offsets, seed)
+    anchors = raw_model.anchors.numpy()
+    before = autoanchor.measure(anchors, sizes, hyp.anchor_t)
+    text = f"best possible recall {before.bpr:.4f}, {before.aat:.2f} anchors match a label: "
+    if before.bpr >= autoanchor.GOOD_RECALL and not generic:
+        log.info(f"anchors     {text}kept")
+        return
+    found = broadcast_object(autoanchor.search(sizes, anchors.shape[0], anchors.shape[1], hyp.anchor_t, seed), env)
+    after = autoanchor.measure(found, sizes, hyp.anchor_t)
+    better = (after.bpr, after.score) > (before.bpr, before.score) if generic else after.bpr > before.bpr
+    if better:
+        raw_model.set_anchors(found.tolist())
+        text = f"best possible recall {before.bpr:.4f} -> {after.bpr:.4f}, {after.aat:.2f} anchors match a label: "
+        log.info(f"anchors     {text}replaced by {', '.join(f'{w:g} x {h:g}' for w, h in found.reshape(-1, 2))}")
+    else:
+        log.info(f"anchors     {text}kept, a search found none that more labels match")
 
 
 def anchor_loss(raw_model: DetectionModel, hyp: Hyp, imgsz: int, label_smoothing: float = 0.0) -> DetectionLoss:
@@ -80,8 +129,10 @@ def anchor_loss(raw_model: DetectionModel, hyp: Hyp, imgsz: int, label_smoothing
 YOLOV5 = Family(
     name="yolov5",
     build=DetectionModel,
+    fit_labels=fit_anchors,
     criterion=anchor_loss,
     decode=DetectionModel.decode,
+    augmented=augmented_anchors,
     postprocess=non_max_suppression,
     inputs=InputConvention(),
     sync_bn=True,

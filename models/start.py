@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from models.families import weights_of
@@ -10,50 +9,92 @@ from models.yolo import DetectionModel, load_state
 from utils.config import find_yaml, load_yaml
 from utils.errors import UserError
 from utils.logging import get_logger
-from utils.torch_utils import load_checkpoint
 
 
-def network_spec(cfg: str, weights: str) -> Mapping[str, Any]:
+def network_spec(cfg: str, weights: str, checkpoint: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return the content of ``--cfg``, or without one the network that ``--weights`` were trained in.
+
+    Args:
+        cfg: the flag.
+        weights: the flag, for messages.
+        checkpoint: content of ``--weights``, needed without ``--cfg``.
 
     Raises:
         UserError: there is no such file, or the weights do not say.
     """
     if cfg:
         return load_yaml(find_yaml(cfg, "model"))
-    spec = load_checkpoint(Path(weights)).get("spec")
+    assert checkpoint is not None
+    spec = checkpoint.get("spec")
     if spec is None:
         raise UserError(f"--weights {weights} does not say which network it is for; add --cfg")
     return spec
 
 
-def start_from(raw_model: DetectionModel, weights: str, keep_anchors: bool) -> None:
+def with_anchor_count(spec: Mapping[str, Any], per_level: int) -> Mapping[str, Any]:
+    """Return a network with so many anchors per level; its own sizes are kept if it has as many already, or at 0.
+
+    Without sizes the number stands in the spec alone, and the network starts from generic ones.
+    """
+    own = spec.get("anchors")
+    own_count = len(own[0]) // 2 if isinstance(own, list) and own and isinstance(own[0], list) else own
+    return spec if per_level in (0, own_count) else {**spec, "anchors": per_level}
+
+
+def start_from(raw_model: DetectionModel, weights: str, checkpoint: Mapping[str, Any], keep_anchors: bool) -> None:
     """Load ``--weights`` into a network; with another number of classes all but the head.
 
     Args:
         raw_model: the network.
-        weights: checkpoint of this program.
+        weights: the flag, for messages.
+        checkpoint: its content, of this program.
         keep_anchors: keep those of the network's YAML, where one was named.
+
+    Raises:
+        UserError: no weight of the checkpoint has a place in the network, or only some though the classes agree.
     """
-    state = dict(weights_of(load_checkpoint(Path(weights))))
+    if not checkpoint.get("ema") and "model" not in checkpoint:
+        raise UserError(f"--weights {weights} holds no weights")
+    state = dict(weights_of(checkpoint))
+    kernels = {name: tensor.shape for name, tensor in raw_model.named_parameters() if tensor.dim() > 1}
+    if not any(name in state and state[name].shape == shape for name, shape in kernels.items()):
+        raise UserError(
+            f"--weights {weights}: the weights don't fit the network, not one tensor has a place in it; name the --cfg "
+            "that they were trained in, or none"
+        )
     anchors = f"model.{len(raw_model.model) - 1}.anchors"
     if keep_anchors:
         state[anchors] = raw_model.detect.anchors
-    report = load_state(raw_model, state)
+    try:
+        report = load_state(raw_model, state)
+    except UserError as error:
+        raise UserError(f"--weights {weights}: {error}; name the --cfg that they were trained in, or none") from error
     left = f"; {len(report.left)} keep their initialization ({next(iter(report.left.values()))})" if report.left else ""
     get_logger().info(f"weights     {weights}: {report.taken} tensors taken{left}")
 
 
 def freeze(raw_model: DetectionModel, layers: Sequence[int]) -> None:
     """Stop training some layers: one number N means the first N, several mean exactly these. BatchNorm still adapts."""
+    typed = " ".join(map(str, layers))
     frozen = set(range(layers[0]) if len(layers) == 1 else layers)
     outside = sorted(frozen - set(range(len(raw_model.model))))
     if outside:
-        raise UserError(f"--freeze {outside[0]}: the network has layers 0 to {len(raw_model.model) - 1}")
+        last = len(raw_model.model) - 1
+        raise UserError(f"--freeze {typed}: there is no layer {outside[0]}, the network has layers 0 to {last}")
     for layer in frozen:
         raw_model.model[layer].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in raw_model.parameters()):
-        raise UserError(f"--freeze {' '.join(map(str, layers))} leaves nothing to train")
+        raise UserError(f"--freeze {typed} leaves nothing to train")
+
+
+def check_imgsz(imgsz: int, raw_model: DetectionModel) -> None:
+    """Refuse an image size below the largest stride: nobody wants that rounded up.
+
+    Raises:
+        UserError: names both.
+    """
+    if imgsz < raw_model.max_stride:
+        raise UserError(f"--imgsz {imgsz} is below the network's stride; give at least {raw_model.max_stride}")
 
 
 def fit_imgsz(imgsz: int, raw_model: DetectionModel) -> int:

@@ -135,7 +135,7 @@ KINDS = {
     "SPP": Kind(SPP, {"channels": INT, "kernels": (list,)}),
     "SPPF": Kind(SPPF, {"channels": INT, "kernel": INT}),
     "Concat": Kind(Concat, {"dimension": INT}, required=0, scaled=False, repeats="once", joins=True),
-    "Detect": Kind(Detect, {"nc": INT, "anchors": (list,)}, required=2, scaled=False, repeats="once", joins=True),
+    "Detect": Kind(Detect, {"nc": INT, "anchors": (int, list)}, required=2, scaled=False, repeats="once", joins=True),
     "nn.Upsample": Kind(nn.Upsample, UPSAMPLE_ARGUMENTS, scaled=False),
     "nn.MaxPool2d": Kind(nn.MaxPool2d, POOL_ARGUMENTS, scaled=False),
     "nn.ZeroPad2d": Kind(nn.ZeroPad2d, {"padding": (int, list)}, scaled=False),
@@ -302,9 +302,14 @@ def _is_positive(value: Any) -> bool:
 
 
 def _check_anchors(levels: Any) -> None:
-    """Raise a UserError unless anchors are lists of one length, each of positive widths and heights."""
+    """Raise a UserError unless anchors are a number per level, or lists of one length of widths and heights."""
+    if type(levels) is int and levels > 0:
+        return
     if not isinstance(levels, list) or not levels or not all(isinstance(level, list) for level in levels):
-        raise UserError("model YAML: 'anchors' must be a list of levels, each a list of widths and heights in pixels")
+        raise UserError(
+            "model YAML: 'anchors' must be a list of levels, each a list of widths and heights in pixels, or a number "
+            "of anchors per level"
+        )
     for number, level in enumerate(levels):
         if not level or len(level) % 2 or not all(_is_positive(side) for side in level):
             raise UserError(f"model YAML, anchors row {number}: {level} is not a list of widths and heights in pixels")
@@ -364,7 +369,7 @@ def _build_head(row: Row, inputs: Sequence[Tensor]) -> Detect:
     """Make the head; strides come from the sizes of the maps, and anchors follow the order of the strides."""
     num_classes, anchors = row.args
     _check_anchors(anchors)
-    if len(anchors) != len(inputs):
+    if isinstance(anchors, list) and len(anchors) != len(inputs):
         raise UserError(f"{row.where}: 'anchors' has {len(anchors)} levels, but the row reads {len(inputs)} maps")
     for x in inputs:
         if PROBE_SIDE % x.shape[-1]:
@@ -374,9 +379,30 @@ def _build_head(row: Row, inputs: Sequence[Tensor]) -> Detect:
     strides = [PROBE_SIDE // x.shape[-1] for x in inputs]
     if strides != sorted(set(strides)):
         raise UserError(f"{row.where}: its maps have strides {strides}; list them from the finest to the coarsest")
-    if (strides[-1] - strides[0]) * (sum(anchors[-1]) - sum(anchors[0])) < 0:
+    if isinstance(anchors, int):
+        anchors = generic_anchors(strides, anchors)
+    if _area(anchors[-1]) < _area(anchors[0]):
         anchors = anchors[::-1]
     return Detect(num_classes, anchors, [x.shape[1] for x in inputs], strides)
+
+
+def generic_anchors(strides: Sequence[int], per_level: int) -> list[list[float]]:
+    """Make squares of 4 strides and up to twice that, in even ratios (Lin et al. 2017, "Focal Loss ...", section 4).
+
+    Args:
+        strides: of the L levels, pixels.
+        per_level: A.
+
+    Returns:
+        L lists of A times [w, h], pixels: for networks whose YAML names no sizes.
+    """
+    sides = [[4.0 * stride * 2 ** (number / per_level) for number in range(per_level)] for stride in strides]
+    return [[side for side in level for _ in ("width", "height")] for level in sides]
+
+
+def _area(sizes: Sequence[float]) -> float:
+    """Return the sum of the areas of flat [w0, h0, w1, h1...]."""
+    return sum(width * height for width, height in zip(sizes[::2], sizes[1::2], strict=True))
 
 
 def _probe(row: Row, layer: nn.Module, inputs: Sequence[Tensor]) -> Any:
@@ -449,6 +475,23 @@ class DetectionModel(nn.Module):
     def max_stride(self) -> int:
         """Largest stride, pixels: sides of images are multiples of it."""
         return int(max(self.detect.strides))
+
+    @property
+    def anchors(self) -> Tensor:
+        """(L, A, 2) widths and heights of the head's anchors, pixels, on the CPU."""
+        return self.detect.anchors.detach().cpu().double() * self.stride.double().view(-1, 1, 1)
+
+    @torch.no_grad()
+    def set_anchors(self, sizes: Sequence[Sequence[Sequence[float]]]) -> None:
+        """Take other anchors, as many as before; `yaml` then names them too, so that they are built again with it.
+
+        Args:
+            sizes: (L, A, 2) widths and heights, pixels; the finest level first, and with the smallest areas.
+        """
+        grid = torch.tensor(sizes, dtype=torch.float32) / self.stride.view(-1, 1, 1)
+        self.detect.anchors.copy_(grid)
+        self.yaml["anchors"] = [[side for size in level for side in size] for level in sizes]
+        self.yaml["head"][-1][3][1] = "anchors"  # in case the head's row listed its own
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """Return the head's raw outputs, L tensors (B, A, H, W, 5 + C).

@@ -74,6 +74,19 @@ def plain_nms(predictions: Array, conf_thres: float, iou_thres: float, multi_lab
     return np.array(kept).reshape(-1, 6)
 
 
+def greedy_nms(boxes: Array, scores: Array, iou_thres: float) -> list[int]:
+    """NMS of boxes (N, 4) xyxy over the whole matrix of overlaps; returns kept rows, best first."""
+    low, high = np.maximum(boxes[:, None, :2], boxes[None, :, :2]), np.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
+    overlap = np.clip(high - low, 0, None).prod(axis=2)
+    area = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)
+    iou = overlap / (area[:, None] + area[None, :] - overlap)
+    kept: list[int] = []
+    for i in np.argsort(-scores, kind="stable"):
+        if not (iou[i, kept] > iou_thres).any():
+            kept.append(int(i))
+    return kept
+
+
 class TestFormats:
     @given(cxcywh_lists)
     @settings(deadline=None)
@@ -224,6 +237,24 @@ class TestNms:
         for image, kept in zip(predictions.double().numpy(), detections, strict=True):
             expected = plain_nms(image, 0.2, iou_thres, multi_label, agnostic)
             np.testing.assert_allclose(kept, expected, rtol=1e-5, atol=1e-4)
+
+    def test_crowds_of_doubles(self) -> None:
+        """The best 100 candidates are doubles of one box, the next 100 of another, and so on for 30 boxes.
+
+        Whoever looks at the best few only finds too little: what is looked at must grow until it suffices.
+        """
+        rng = np.random.default_rng(3)
+        centers = np.stack(np.meshgrid(np.arange(6), np.arange(5)), axis=2).reshape(-1, 2) * 50 + 40.0
+        boxes = np.hstack([centers, np.full((30, 2), 40.0)]).repeat(100, axis=0) + rng.uniform(-2, 2, (3000, 4))
+        rows = np.hstack([boxes, np.linspace(0.9, 0.1, 3000)[:, None], np.ones((3000, 1))])[rng.permutation(3000)]
+        corners = np.hstack([rows[:, :2] - rows[:, 2:4] / 2, rows[:, :2] + rows[:, 2:4] / 2])
+        best = greedy_nms(corners, rows[:, 4], 0.6)
+        assert len(best) == 30
+        predictions = torch.from_numpy(rows)[None]
+        for max_det in (1, 3, 20, 30, 40, 300):
+            (found,) = non_max_suppression(predictions, 0.001, 0.6, multi_label=True, max_det=max_det)
+            assert found[:, 4].tolist() == rows[best[:max_det], 4].tolist()
+            np.testing.assert_allclose(found[:, :4].numpy(), corners[best[:max_det]])
 
     @given(seeds, st.floats(0.1, 0.9))
     @settings(max_examples=25, deadline=None)

@@ -1,4 +1,4 @@
-"""Flags, hyperparameters and data sets: what is read, and what a mistake costs."""
+"""Flags and hyperparameters: what is read, and what a mistake costs."""
 
 import dataclasses
 import json
@@ -12,6 +12,7 @@ import yaml
 
 from tests.common import PROJECT
 from utils.config import (
+    DetectConfig,
     Hyp,
     TrainConfig,
     ValConfig,
@@ -20,10 +21,10 @@ from utils.config import (
     find_yaml,
     load_hyp,
     load_yaml,
+    parse_detect,
     parse_train,
     parse_val,
 )
-from utils.data_config import DataConfig, check_split_paths, load_data
 from utils.errors import Problems, UserError, run_cli
 from utils.flags import flags_page, given_flags
 
@@ -165,10 +166,6 @@ def test_mistakes_in_flags(line: str, words: str) -> None:
     [
         "--sync-bn",
         "--no-sync-bn",
-        "--noplots",
-        "--noautoanchor",
-        "--single-cls",
-        "--label-smoothing 0.1",
         "--image-weights",
         "--evolve",
         "--evolve 10",
@@ -209,7 +206,7 @@ def test_a_mistake_ends_with_status_2_and_two_lines() -> None:
     assert done.stderr == expected
 
 
-@pytest.mark.parametrize("script", ["train.py", "val.py"])
+@pytest.mark.parametrize("script", ["train.py", "val.py", "detect.py"])
 def test_scripts_check_flags_before_they_import_torch(script: str, tmp_path: Path) -> None:
     write(tmp_path / "torch.py", "raise RuntimeError('torch was imported')\n")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -224,7 +221,7 @@ def test_scripts_check_flags_before_they_import_torch(script: str, tmp_path: Pat
 
 
 def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
-    for parse, kind in ((parse_train, TrainConfig), (parse_val, ValConfig)):
+    for parse, kind in ((parse_train, TrainConfig), (parse_val, ValConfig), (parse_detect, DetectConfig)):
         with pytest.raises(SystemExit) as info:
             parse(["--help"])
         assert not info.value.code
@@ -238,7 +235,7 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
 
 def test_flags_page_is_up_to_date() -> None:
     text = (PROJECT / "docs" / "flags.md").read_text()
-    assert text == flags_page((TrainConfig, ValConfig)), "run: python -m utils.config > docs/flags.md"
+    assert text == flags_page((TrainConfig, ValConfig, DetectConfig)), "run: python -m utils.config > docs/flags.md"
 
 
 def test_val_flags() -> None:
@@ -258,7 +255,6 @@ def test_val_flags() -> None:
         ("--weights a.pt --conf-thres nan", "--conf-thres must be between 0 and 1, not nan"),
         ("--weights a.pt --task speed", "--task speed is not available yet: "),
         ("--weights a.pt --half", "--half is not available yet: "),
-        ("--weights a.pt --augment", "--augment is not available yet: "),
     ],
 )
 def test_mistakes_in_val_flags(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,21 +310,18 @@ RECIPES = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_shipped_recipes(name: str) -> None:
     """The figures are those of YOLOv5's files of the same names."""
-    assert dataclasses.asdict(Hyp()) == SCRATCH_LOW
-    assert dataclasses.asdict(load_hyp(f"hyp.{name}.yaml")) == {**SCRATCH_LOW, **RECIPES[name]}
+    assert dataclasses.asdict(Hyp()) == {**SCRATCH_LOW, "anchors": 0.0}
+    assert dataclasses.asdict(load_hyp(f"hyp.{name}.yaml")) == {**SCRATCH_LOW, "anchors": 0.0, **RECIPES[name]}
     assert set(load_yaml(find_yaml(f"hyp.{name}", "hyp"))) == set(SCRATCH_LOW)
 
 
 @pytest.mark.parametrize(("name", "lr0", "anchors"), [("VOC", 0.00334, 3.412), ("Objects365", 0.00258, 3.2)])
-def test_recipes_that_search_anchors_say_so(name: str, lr0: float, anchors: float) -> None:
+def test_recipes_that_name_a_number_of_anchors(name: str, lr0: float, anchors: float) -> None:
     content = load_yaml(find_yaml(f"hyp.{name}", "hyp"))
     assert (content["lr0"], content["anchors"]) == (lr0, anchors)
     assert set(content) == {*SCRATCH_LOW, "anchors"}
-    with pytest.raises(UserError, match="anchors is not available yet: ") as info:
-        load_hyp(f"hyp.{name}.yaml")
-    assert "\n" not in str(info.value)  # the other values are fine
-    del content["anchors"]
-    assert build_config(Hyp, content).lr0 == lr0
+    hyp = load_hyp(f"hyp.{name}.yaml")
+    assert (hyp.lr0, hyp.anchors) == (lr0, anchors)
 
 
 def test_hyp_keys_left_out_are_scratch_low(tmp_path: Path) -> None:
@@ -406,120 +399,6 @@ def test_shipped_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.Mon
         find_yaml("hyp.scratch-lo", "hyp")
     with pytest.raises(UserError, match=r"--cfg zzz: there is no such file; shipped are "):
         find_yaml("zzz", "model")
-
-
-# ---- data sets ----
-
-DATA = "path: set\ntrain: images/train\nval: images/val\nnames: [cat, dog]\n"
-
-
-def test_data(tmp_path: Path) -> None:
-    path = write(tmp_path / "d.yaml", DATA + "test: [images/a, lists/b.txt]\nnc: 2\ndownload: https://x/y.zip\n")
-    (tmp_path / "set").mkdir()
-    root = tmp_path / "set"
-    assert load_data(path) == DataConfig(
-        path=path,
-        root=root,
-        train=[root / "images" / "train"],
-        val=[root / "images" / "val"],
-        test=[root / "images" / "a", root / "lists" / "b.txt"],
-        names=["cat", "dog"],
-        download="https://x/y.zip",
-    )
-    assert load_data(path).num_classes == 2
-
-
-def test_the_root_of_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The YAML's folder, then the current folder, then the project; absolute paths as they are."""
-    yaml_folder, cwd = tmp_path / "yamls", tmp_path / "cwd"
-    path = write(yaml_folder / "d.yaml", DATA)
-    cwd.mkdir()
-    monkeypatch.chdir(cwd)
-    assert load_data(path).root == PROJECT / "set"
-    (cwd / "set").mkdir()
-    assert load_data(path).root == cwd / "set"
-    (yaml_folder / "set").mkdir()
-    assert load_data(path).root == yaml_folder / "set"
-    absolute = write(yaml_folder / "e.yaml", DATA.replace("path: set", f"path: {tmp_path}/far"))
-    assert load_data(absolute).root == tmp_path / "far"
-    without = write(yaml_folder / "f.yaml", DATA.replace("path: set\n", ""))
-    assert load_data(without).train == [yaml_folder / "images" / "train"]
-    outside = write(yaml_folder / "g.yaml", DATA.replace("images/train", f"{tmp_path}/t").replace("images/val", "../v"))
-    assert load_data(outside).train + load_data(outside).val == [tmp_path / "t", yaml_folder / "v"]
-
-
-def test_names_by_id(tmp_path: Path) -> None:
-    text = DATA.replace("[cat, dog]", "{1: dog, 0: cat}")
-    assert load_data(write(tmp_path / "d.yaml", text)).names == ["cat", "dog"]
-    numbers = DATA.replace("[cat, dog]", "[0, 1]")
-    assert load_data(write(tmp_path / "e.yaml", numbers)).names == ["0", "1"]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        ("train:", "tarin:", "tarin is not a key; did you mean train?"),
-        ("val:", "valid:", "valid is not a key; did you mean val?"),
-        ("names:", "name:", "name is not a key; did you mean names?"),
-        ("val: images/val\n", "", "val is missing"),
-        ("names: [cat, dog]", "nc: 2", "names is missing"),
-        ("[cat, dog]", "[]", "names takes a list of class names"),
-        ("[cat, dog]", "cat", "names takes a list of class names"),
-        ("[cat, dog]", "{0: cat, 2: dog}", "names has the class id 2, but ids run from 0 to 1 without gaps"),
-        ("[cat, dog]", "{1: cat, 2: dog}", "names has the class id 2, but ids run from 0 to 1 without gaps"),
-        ("[cat, dog]", "{true: cat, 0: dog}", "names has the class id True"),
-        ("[cat, dog]", "[cat, no]", "names: class 1 is False, not a text"),
-        ("[cat, dog]", "[cat, null]", "names: class 1 is None, not a text"),
-        ("path: set", "nc: 3", "nc says 3 classes, names lists 2"),
-        ("path: set", "path: [a]", "path takes a text, not a list"),
-        ("path: set", "download: {a: b}", "download takes a text, not keys and values"),
-        ("path: set", "generator: shape", "generator is shapes, not 'shape'; did you mean shapes?"),
-        ("images/train", "{a: b}", "train takes a folder, a .txt list, or a list of these, not {'a': 'b'}"),
-        ("images/train", "[a, 3]", "train takes a folder, a .txt list, or a list of these, not ['a', 3]"),
-    ],
-)
-def test_mistakes_in_data(old: str, new: str, words: str, tmp_path: Path) -> None:
-    assert old in DATA
-    path = write(tmp_path / "d.yaml", DATA.replace(old, new))
-    with pytest.raises(UserError) as info:
-        load_data(path)
-    assert str(info.value).startswith(f"{path}: {words}"), str(info.value)
-
-
-def test_all_mistakes_in_data_come_at_once(tmp_path: Path) -> None:
-    path = write(tmp_path / "d.yaml", "tarin: a\nnames: {0: a, 5: b}\n")
-    with pytest.raises(UserError) as info:
-        load_data(path)
-    assert str(info.value).splitlines()[0] == "3 problems"
-    assert str(info.value).count(str(path)) == 3
-
-
-def test_notes_in_data_are_welcome(tmp_path: Path) -> None:
-    path = write(tmp_path / "d.yaml", DATA + "roboflow: {license: MIT, version: 1}\nauthor: me\ngenerator: shapes\n")
-    assert load_data(path).generator == "shapes"
-
-
-def test_missing_split_folders(tmp_path: Path) -> None:
-    path = write(tmp_path / "d.yaml", DATA)
-    (tmp_path / "set" / "images" / "tarin").mkdir(parents=True)
-    (tmp_path / "set" / "images" / "val").mkdir()
-    data = load_data(path)
-    with pytest.raises(UserError) as info:
-        check_split_paths(data)
-    assert str(info.value) == f"{path}: train: {data.train[0]} does not exist; did you mean tarin?"
-    with pytest.raises(UserError, match="there is no test split; add a line test: FOLDER"):
-        check_split_paths(data, ["test"])
-    assert check_split_paths(data, ["val"]) == {"val": data.val}
-
-
-def test_paths_one_folder_too_high(tmp_path: Path) -> None:
-    """Exported YAMLs often say ../train/images for train/images."""
-    path = write(tmp_path / "set" / "d.yaml", "train: ../train/images\nval: val/images\nnames: [a]\n")
-    (tmp_path / "set" / "train" / "images").mkdir(parents=True)
-    (tmp_path / "set" / "val" / "images").mkdir(parents=True)
-    with pytest.raises(UserError) as info:
-        check_split_paths(load_data(path))
-    assert str(info.value).endswith(f"does not exist; did you mean {Path('train/images')}?")
 
 
 # ---- configurations as plain data ----

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -35,6 +36,7 @@ from utils.dataloaders import (
     val_loader,
 )
 from utils.dataset import LabelIndex, build_index, read_image
+from utils.errors import UserError
 from utils.image_cache import ImageCache
 from utils.torch_utils import DistEnv
 
@@ -311,14 +313,22 @@ def test_close_ends_the_workers(index: LabelIndex) -> None:
     loader.close()
 
 
-def test_a_broken_image_ends_the_run_with_its_path(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_image_ends_the_run_with_its_path(tmp_path: Path, workers: int) -> None:
+    """Only decoding tells that these pixels are damaged: one sentence, without the traceback of a worker."""
     index = make_jpegs(tmp_path, mixed_shapes(6))
     Path(index.path(4)).write_bytes(b"no image")
+    want = rf"^{re.escape(index.path(4))}: cannot be decoded, although its first bytes are right; replace .*it$"
     with (
-        closing(train_loader(DetectionDataset(index, OFF, Hyp(), 64), 6, DistEnv(), 1)) as loader,
-        pytest.raises(ValueError, match=r"004\.jpg"),
+        closing(train_loader(DetectionDataset(index, OFF, Hyp(), 64), 6, DistEnv(), workers)) as batches,
+        pytest.raises(UserError, match=want),
     ):
-        next(loader)
+        next(batches)
+    with (
+        closing(val_loader(DetectionDataset(index, OFF, None, 64), 6, DistEnv(), workers)) as loader,
+        pytest.raises(UserError, match=want),
+    ):
+        list(loader)
 
 
 def test_dataset_travels_to_spawned_workers(index: LabelIndex) -> None:

@@ -146,6 +146,18 @@ def test_meter_is_a_weighted_mean() -> None:
     assert meter.mean() == [7.0, 8.0]
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_meter_leaves_out_what_is_not_finite(bad: float) -> None:
+    """All values of such an update, its weight too: the batch is skipped as a whole."""
+    meter = DeviceMeter(2, "cpu")
+    meter.update(torch.tensor([bad, 1.0]))
+    assert all(value != value for value in meter.mean())  # nothing was counted yet
+    meter.update(torch.tensor([1.0, 10.0]))
+    meter.update(torch.tensor([100.0, bad]), weight=5)
+    meter.update(torch.tensor([3.0, 20.0]))
+    assert meter.mean() == [2.0, 15.0]
+
+
 def test_meter_without_updates() -> None:
     assert all(value != value for value in DeviceMeter(3, "cpu").mean())
 

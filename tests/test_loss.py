@@ -92,7 +92,7 @@ def random_case(batch: int = 6, num_classes: int = 3, seed: int = 0) -> tuple[li
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_global_counts_make_rank_gradients_add_up(world_size: int) -> None:
-    """I2: mean over ranks of N x B x local sums / global counts is the gradient of the whole batch (B3).
+    """The mean over ranks of N x B x local sums / global counts is the whole batch's gradient (B3).
 
     Per-rank counts are what made four GPUs lose 0.23 mAP in LibreYOLO/libreyolo#484; the whole is compared to them here
     by an exact equality that they break.

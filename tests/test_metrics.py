@@ -1,21 +1,15 @@
 """Matching, AP, the summary and the confusion matrix against reference figures, pycocotools and worked examples."""
 
 import json
-from functools import cache
 from typing import Any, NamedTuple
 
-import cv2
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.yolo import DetectionModel, load_state
-from tests.common import PROJECT, SHARED, needs_shared
-from utils.boxes import cxcywh_to_xyxy, non_max_suppression, scale_boxes
+from tests.common import SHARED, needs_shared
 from utils.metrics import (
     CURVE_POINTS,
     IOU_THRESHOLDS,
@@ -30,8 +24,6 @@ from utils.metrics import (
 )
 
 Array = npt.NDArray[Any]
-
-NAMES = ["RBC", "WBC", "Platelets"]
 
 
 class ImageResult(NamedTuple):
@@ -302,79 +294,3 @@ class TestConfusionMatrix:
         assert matrix.matrix[:, :3].sum(axis=0).tolist() == np.bincount(labels[:, 0].astype(int), minlength=3).tolist()
         shown = detections[detections[:, 4] > 0.25, 5].astype(int)
         assert matrix.matrix[:3].sum(axis=1).tolist() == np.bincount(shown, minlength=3).tolist()
-
-
-@cache
-def bccd_results() -> list[ImageResult]:
-    """What trained weights find on the 87 validation images, prepared as for validation at 320 px."""
-    spec = yaml.safe_load((PROJECT / "models" / "yolov5n.yaml").read_text())
-    model = DetectionModel(spec, 3, NAMES).eval()
-    weights = np.load(SHARED / "golden" / "yolov5n_bccd_state.npz")
-    load_state(model, {name: torch.from_numpy(weights[name]) for name in weights}, strict=True)
-    results = []
-    for path in sorted((SHARED / "datasets" / "bccd" / "images" / "val").glob("*.jpg")):
-        original = cv2.imread(str(path))
-        assert original is not None
-        image = cv2.resize(original, (320, 240), interpolation=cv2.INTER_AREA)
-        padded = cv2.copyMakeBorder(image, 8, 8, 16, 16, cv2.BORDER_CONSTANT, value=(114, 114, 114))  # 256 x 352
-        images = torch.from_numpy(padded[:, :, ::-1].copy()).permute(2, 0, 1)[None] / 255
-        with torch.no_grad():
-            decoded = model.decode(model(images))
-        found = non_max_suppression(decoded, 0.001, 0.6, multi_label=True)[0]
-        found[:, :4] = scale_boxes(found[:, :4], 0.5, 16, 8, (480, 640))
-        rows = np.loadtxt(str(path).replace("images", "labels").replace(".jpg", ".txt"), ndmin=2)
-        corners = cxcywh_to_xyxy(rows[:, 1:]) * np.array([640, 480, 640, 480])
-        results.append(ImageResult(found.numpy(), np.hstack([rows[:, :1], corners])))
-    return results
-
-
-@needs_shared
-class TestRealDetections:
-    def test_reference(self) -> None:
-        """The published figures of these weights, to 0.002."""
-        expected = json.loads((SHARED / "golden" / "yolov5n_bccd.json").read_text())["val"]
-        rows = summarize_images(bccd_results(), NAMES).rows(NAMES)
-        assert [row.name for row in rows] == ["all", *NAMES]
-        assert rows[0][:3] == ("all", expected["images"], expected["instances"])
-        for row in rows:
-            figures = [expected[row.name][key] for key in ("P", "R", "mAP50", "mAP50-95")]
-            assert row[3:] == pytest.approx(figures, abs=0.002), row.name
-
-    def test_pycocotools(self) -> None:
-        """The same detections scored by COCO's own code; `utils.metrics` says what the differences come from."""
-        pytest.importorskip("pycocotools")
-        ours = summarize_images(bccd_results(), NAMES)
-        theirs = coco_ap(bccd_results(), 3)  # (3, 10)
-        assert ours.map50 == pytest.approx(theirs[:, 0].mean(), abs=0.003)
-        assert ours.map == pytest.approx(theirs.mean(), abs=0.003)
-        assert ours.per_class.ap[:, 0].tolist() == pytest.approx(theirs[:, 0].tolist(), abs=0.007)
-        assert ours.per_class.ap.mean(axis=1).tolist() == pytest.approx(theirs.mean(axis=1).tolist(), abs=0.007)
-
-
-def coco_ap(images: list[ImageResult], num_classes: int) -> Array:
-    """AP (num_classes, 10) from pycocotools, with 300 detections an image as our NMS keeps."""
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
-    truth, found = [], []
-    for image_id, image in enumerate(images, start=1):
-        for class_id, x1, y1, x2, y2 in image.labels.tolist():
-            box, area = [x1, y1, x2 - x1, y2 - y1], (x2 - x1) * (y2 - y1)
-            truth.append({"image_id": image_id, "category_id": int(class_id), "bbox": box, "area": area, "iscrowd": 0})
-        for x1, y1, x2, y2, conf, class_id in image.detections.tolist():
-            box = [x1, y1, x2 - x1, y2 - y1]
-            found.append({"image_id": image_id, "category_id": int(class_id), "bbox": box, "score": conf})
-    coco = COCO()
-    coco.dataset = {
-        "info": {},
-        "images": [{"id": image_id} for image_id in range(1, len(images) + 1)],
-        "categories": [{"id": class_id} for class_id in range(num_classes)],
-        "annotations": [{"id": i, **one} for i, one in enumerate(truth, start=1)],
-    }
-    coco.createIndex()
-    evaluation = COCOeval(coco, coco.loadRes(found), "bbox")
-    evaluation.params.maxDets = [300]
-    evaluation.evaluate()
-    evaluation.accumulate()
-    precision = evaluation.eval["precision"]  # (T, 101 recalls, classes, areas, maxDets); area 0 is all
-    return precision[:, :, :, 0, 0].mean(axis=1).T

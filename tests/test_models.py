@@ -24,7 +24,8 @@ from utils.errors import UserError
 
 Spec = dict[str, Any]
 
-# 2 x multiply-adds at 640 px and 80 classes, in units of 10^9, as published in yolov5.md, section 20
+# 2 x multiply-adds at 640 px and 80 classes, in units of 10^9, as counted on the published
+# networks
 GFLOPS = {
     "yolov5n": "4.47",
     "yolov5s": "16.4",
@@ -332,7 +333,7 @@ MISTAKES: list[tuple[Callable[[Spec], None], str]] = [
     (set_key("width_multiple", "wide"), r"'width_multiple' is 'wide'"),
     (set_key("nc", 0), r"'nc' is 0"),
     (set_key("backbone", {}), r"'backbone' must be a list"),
-    (set_key("anchors", 3), r"'anchors' must be a list of levels"),
+    (set_key("anchors", 0), r"'anchors' must be a list of levels, .* or a number"),
     (set_key("anchors", [[10, 13, 16], [30, 61, 62]]), r"anchors row 0: .*widths and heights"),
     (set_key("anchors", [[10, 13], [30, 61, 62, 45]]), r"anchors row 1: .*as many anchors as the first"),
     (set_key("anchors", [[10, -13], [30, 61]]), r"anchors row 0"),

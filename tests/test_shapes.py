@@ -138,7 +138,7 @@ def test_labels_keep_their_promises(root: Path, split: str) -> None:
     assert sides.min() >= 8 - 0.01
     assert sides.max() <= 300 + 0.01
     assert np.mean((sides.max(1) >= 24) & (sides.max(1) <= 160)) > 0.8
-    assert np.mean(sides.max(1) < 24) > 0.02
+    assert np.mean(sides.max(1) < 24) > 0.01
     assert np.mean(sides.max(1) > 160) > 0.01
     overlapping = np.concatenate([iou_matrix(rows).max(1, initial=0) >= 0.2 for rows in boxes])
     assert overlapping.mean() >= 0.2
@@ -233,7 +233,7 @@ def test_a_sample_does_not_depend_on_what_was_drawn_before(root: Path) -> None:
 def test_geometry_of_this_version() -> None:
     """A change of the labels needs a new VERSION and a new digest here."""
     text = "".join(shapes.label_lines(draw_sample("train", index)[1]) for index in range(30))
-    assert (shapes.VERSION, hashlib.sha256(text.encode()).hexdigest()[:16]) == (1, "fa22ebf321bac43b")
+    assert (shapes.VERSION, hashlib.sha256(text.encode()).hexdigest()[:16]) == (4, "72f96f4b9128f21d")
 
 
 # Whole or absent

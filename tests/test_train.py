@@ -1,57 +1,43 @@
-"""Training through the command line: runs, files, resume, early stop, mistakes."""
+"""Whole training runs: files, resume, switches, steps that are not finite, mistakes."""
 
-import csv
+import contextlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 import pytest
 import torch
+import yaml
+from torch import Tensor, nn
 
+import train
+from models.yolo import DetectionModel
 from tests.common import PROJECT
+from tests.runs import (
+    CHILD_ENVIRONMENT,
+    differences,
+    flags,
+    launch,
+    make_data,
+    results,
+    torch_settings_kept,
+    train_here,
+)
+from utils.config import TrainConfig
+from utils.console import RunClock
+from utils.data_config import build_train_config
+from utils.errors import UserError
+from utils.flags import given_flags
+from utils.logging import CsvLog
+from utils.torch_utils import load_checkpoint, process_group
 
-TIMEOUT = 300
-
-
-def launch(*arguments: str, cwd: Path, script: str = "train.py") -> subprocess.CompletedProcess[str]:
-    """Run a script as a user would, on one thread."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(PROJECT / script), *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-
-
-def make_data(folder: Path, train: int = 10, val: int = 4) -> Path:
-    """Draw squares on noise, two classes by color, and return the data YAML."""
-    rng = np.random.default_rng(0)
-    for split, count in {"train": train, "val": val}.items():
-        (folder / "images" / split).mkdir(parents=True)
-        (folder / "labels" / split).mkdir(parents=True)
-        for number in range(count):
-            image = rng.integers(0, 80, (48, 64, 3), dtype=np.uint8)
-            rows = []
-            for _ in range(number % 3):  # some images are empty
-                category, x, y, side = (int(rng.integers(*span)) for span in ((0, 2), (0, 40), (0, 24), (12, 24)))
-                cv2.rectangle(image, (x, y), (x + side, y + side), ((255, 0, 0), (0, 0, 255))[category], -1)
-                box = ((x + side / 2) / 64, (y + side / 2) / 48, side / 64, side / 48)
-                rows.append(" ".join(map(str, (category, *np.clip(box, 0, 1)))))
-            cv2.imwrite(str(folder / f"images/{split}/{number}.png"), image)
-            (folder / f"labels/{split}/{number}.txt").write_text("\n".join(rows))
-    path = folder / "data.yaml"
-    path.write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames: [blue, red]\n")
-    return path
+FIGURES = ["metrics/precision", "metrics/recall", "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"]
 
 
 @pytest.fixture(scope="module")
@@ -59,175 +45,470 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_data(tmp_path_factory.mktemp("data"))
 
 
-def flags(data: Path, **more: object) -> list[str]:
-    """Return the flags of a tiny run."""
-    settings: dict[str, object] = {"data": data, "img": 64, "batch": 4, "epochs": 3, "workers": 1, "name": "run"} | more
-    return [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+class Finished:
+    """A run of three epochs, started as a user would, with what it said."""
+
+    def __init__(self, data: Path, folder: Path) -> None:
+        self.command = flags(data, folder / "my runs", "--workers 2 --save-period 1")
+        done = launch(*self.command, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        self.stdout, self.stderr, self.run_dir = done.stdout, done.stderr, folder / "my runs" / "run"
+        self.weights = self.run_dir / "weights"
+        self.last = load_checkpoint(self.weights / "last.pt")
 
 
 @pytest.fixture(scope="module")
-def whole_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of three epochs."""
-    folder = tmp_path_factory.mktemp("whole")
-    done = launch(*flags(data), cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "runs/train/run"
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return Finished(data, tmp_path_factory.mktemp("whole"))
 
 
-def load(path: Path) -> dict[str, Any]:
-    return torch.load(path, weights_only=True)
+@pytest.fixture
+def stopped(whole: Finished, tmp_path: Path) -> Path:
+    """A copy of the run as it was after its second epoch, in another place."""
+    run_dir = shutil.copytree(whole.run_dir, tmp_path / "copy")
+    for name in ("last.pt", "last.prev.pt", "epoch3.pt"):
+        (run_dir / "weights" / name).unlink()
+    shutil.copy(run_dir / "weights" / "epoch2.pt", run_dir / "weights" / "last.pt")
+    return run_dir
 
 
-def tensors(value: object, name: str = "") -> dict[str, torch.Tensor]:
-    """Flatten a nested state into its tensors by path."""
-    if isinstance(value, torch.Tensor):
-        return {name: value}
-    if isinstance(value, dict):
-        return {path: tensor for key, item in value.items() for path, tensor in tensors(item, f"{name}/{key}").items()}
-    if isinstance(value, list | tuple):
-        return tensors(dict(enumerate(value)), name)
-    return {}
+def mistake(*arguments: object) -> str:
+    """Return what a command line is refused with."""
+    with pytest.raises(UserError) as info:
+        train_here(*arguments)
+    return str(info.value)
 
 
-def test_run_folder(whole_run: Path) -> None:
-    """What the README promises is there, and what it says."""
-    for name in ("weights/last.pt", "weights/last.prev.pt", "weights/best.pt", "opt.yaml", "hyp.yaml", "results.csv"):
-        assert (whole_run / name).is_file(), name
-    assert "train.py" in (whole_run / "environment.json").read_text()
-    with (whole_run / "results.csv").open() as file:
-        rows = [{key.strip(): value.strip() for key, value in row.items()} for row in csv.DictReader(file)]
-    assert list(rows[0]) == [
-        *("epoch", "train/box_loss", "train/obj_loss", "train/cls_loss"),
-        *("metrics/precision", "metrics/recall", "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"),
+def assert_same_run(whole: Finished, run_dir: Path) -> None:
+    """Everything the last checkpoint holds is the same but for the run's place, and so is results.csv."""
+    expected, found = whole.last, load_checkpoint(run_dir / "weights" / "last.pt")
+    assert found["run_dir"] == str(run_dir)
+    free = train.RESUMABLE_FLAGS
+    expected, found = (
+        {**state, "run_dir": "", "config": {key: value for key, value in state["config"].items() if key not in free}}
+        for state in (expected, found)
+    )
+    assert not differences(expected, found)
+    assert (run_dir / "results.csv").read_text() == (whole.run_dir / "results.csv").read_text()
+
+
+# What a run says and leaves -------------------------------------------------------------------------------------------
+
+
+def test_run_folder(whole: Finished) -> None:
+    files = {str(path.relative_to(whole.run_dir)) for path in whole.run_dir.rglob("*") if path.is_file()}
+    weights = {f"weights/{name}.pt" for name in ("last", "last.prev", "best", "epoch1", "epoch2", "epoch3")}
+    assert weights | {"opt.yaml", "hyp.yaml", "environment.json", "results.csv"} <= files
+    table = results(whole.run_dir)
+    assert list(table.columns) == [
+        *("epoch", "train/box_loss", "train/obj_loss", "train/cls_loss", *FIGURES),
         *("val/box_loss", "val/obj_loss", "val/cls_loss", "x/lr0", "x/lr1", "x/lr2"),
     ]
-    assert [row["epoch"] for row in rows] == ["0", "1", "2"]
-    assert all(np.isfinite(float(value)) for row in rows for value in row.values())
+    assert table["epoch"].tolist() == [0, 1, 2]
+    assert np.isfinite(table.to_numpy()).all()
+    assert (table.iloc[:, 1:3].to_numpy() > 0).all()
+    options = yaml.safe_load((whole.run_dir / "opt.yaml").read_text())
+    assert (options["imgsz"], options["batch_size"], options["save_period"]) == (64, 4, 1)
 
 
-def test_checkpoint_holds_everything_that_moves(whole_run: Path) -> None:
-    """I4's list, in full precision, loadable without running code (ultralytics/yolov5#13513)."""
-    state = load(whole_run / "weights/last.pt")
+def test_checkpoint_holds_everything_that_moves(whole: Finished) -> None:
+    """In full precision (ultralytics/yolov5#13513), two generations apart by one epoch."""
+    last = whole.last
     needed = {"model", "ema", "optimizer", "scaler", "gradients", "meter", "rng", "state", "config", "hyp", "versions"}
-    assert needed <= state.keys()
-    assert {"epoch", "batch", "step", "since_step", "best_fitness", "best_epoch", "class_maps"} <= state["state"].keys()
-    dtypes = {tensor.dtype for tensor in tensors(state["model"]).values() if tensor.is_floating_point()}
-    assert dtypes == {torch.float32}
-    best = load(whole_run / "weights/best.pt")
-    assert "optimizer" not in best and "ema" not in best and "model" in best
+    assert needed <= last.keys()
+    state = last["state"]
+    assert (state["epoch"], state["batch"], state["since_step"], state["skipped"]) == (3, 0, 0, 0)
+    assert (state["step"], last["ema"]["updates"]) == (7, 7)  # windows of 1 1 1 | 1 2 | 2 1 micro-batches: warm-up
+    assert load_checkpoint(whole.weights / "last.prev.pt")["state"]["epoch"] == 2
+    for weights in (last["model"], last["ema"]["module"]):
+        assert {value.dtype for value in weights.values() if value.is_floating_point()} == {torch.float32}
+    assert len(last["optimizer"]["state"]) == sum(name.endswith(("weight", "bias")) for name in last["model"])
 
 
-def test_resume_continues_exactly(data: Path, whole_run: Path, tmp_path: Path) -> None:
-    """Stopped after an epoch and resumed, the end is bit-identical (ultralytics/yolov5#141, #292, U #23973)."""
-    started = subprocess.Popen(
-        [sys.executable, str(PROJECT / "train.py"), *flags(data)],
+def test_best_weights_are_the_averaged_ones_of_the_best_epoch(whole: Finished) -> None:
+    table = results(whole.run_dir)
+    fitness = 0.1 * table[FIGURES[2]] + 0.9 * table[FIGURES[3]]
+    best_epoch = int(fitness.argmax())
+    best = load_checkpoint(whole.weights / "best.pt")
+    assert best["state"]["epoch"] == best_epoch + 1
+    assert whole.last["state"]["best_epoch"] == best_epoch
+    then = load_checkpoint(whole.weights / f"epoch{best_epoch + 1}.pt")
+    assert not differences(best["model"], then["ema"]["module"])
+    assert differences(best["model"], then["model"])
+    assert not best.keys() & {"ema", "optimizer", "scaler", "meter", "rng", "gradients"}
+
+
+def test_header_says_what_follows_from_the_flags(whole: Finished) -> None:
+    header = dict(re.findall(r"^(\w+) +(.*)$", whole.stdout, re.M))
+    assert header["run"] == f"{whole.run_dir}, seed 0, deterministic"
+    assert header["data"].startswith("data.yaml: 10 images to train on with 9 objects of 2 classes, 4 to validate on")
+    assert header["network"].startswith("yolov5n.yaml: 1,7")
+    assert "GFLOPs at 64 px" in header["network"]
+    assert header["batch"] == ("4 images = 1 x 4, accumulated over 16: 64 images an optimizer step; 4 in validation")
+    assert header["schedule"] == (
+        "3 epochs of 3 batches, SGD, learning rate 0.01 to 0.0001 (linear), warm-up 100 batches"
+    )
+    assert header["precision"] in ("fp32", "bf16 autocast, fp32 weights")
+    assert header["precision"].startswith({"off": "fp32"}.get(whole.last["precision"], whole.last["precision"]))
+
+
+def test_progress_line(whole: Finished) -> None:
+    """One line an epoch, on stderr, that ends with the means of results.csv."""
+    lines = [line for line in re.split(r"[\r\n]", whole.stderr) if "images/s" in line]
+    pattern = (
+        r"(\d)/3 +100%.*3/3, box (\S+), obj (\S+), cls (\S+), lr (\S+), 64 px, "
+        r"(\d+) images/s, \d+\.\d GB, \d+:\d\d left$"
+    )
+    shown = {match[1]: match for line in lines if (match := re.fullmatch(pattern, line.strip()))}
+    assert list(shown) == ["1", "2", "3"], whole.stderr
+    for epoch, row in results(whole.run_dir).iterrows():
+        losses = [float(text) for text in shown[str(epoch + 1)].groups()[1:4]]  # type: ignore[operator]
+        np.testing.assert_allclose(losses, row.iloc[1:4], atol=1e-4)
+        assert float(shown[str(epoch + 1)][5]) == pytest.approx(row["x/lr1"], rel=0.05)  # type: ignore[operator]
+    assert shown["3"][0].strip().endswith(", 0:00 left")
+
+
+def tables(text: str) -> list[list[str]]:
+    """Return the validation tables in a text, each as its rows without the heading."""
+    row = r"^ *\S+(?: +\d+){2}(?: +[\d.]+){4} *$"
+    blocks = re.findall(rf"^ *Class +Images.*\n((?:{row}\n)+)", text, re.M)
+    return [block.strip("\n").splitlines() for block in blocks]
+
+
+def test_final_table_and_the_command_that_makes_it_again(whole: Finished, tmp_path: Path) -> None:
+    """One overall row after each epoch; at the end classes too, and val.py as printed says the same."""
+    shown = tables(whole.stdout)
+    assert [[row.split()[0] for row in table] for table in shown] == [["all"]] * 3 + [["all", "blue", "red"]]
+    best_row = results(whole.run_dir).iloc[whole.last["state"]["best_epoch"]]
+    np.testing.assert_allclose([float(word) for word in shown[-1][0].split()[3:]], best_row[FIGURES], atol=6e-4)
+
+    again = re.search(r"^again +(python val\.py .*)$", whole.stdout, re.M)
+    assert again is not None, whole.stdout
+    _, script, *arguments = shlex.split(again[1])
+    done = launch(*arguments, cwd=tmp_path, script=script)
+    assert done.returncode == 0, done.stderr
+    assert tables(done.stdout) == [shown[-1]]
+
+
+# Resume ---------------------------------------------------------------------------------------------------------------
+
+
+def test_killed_and_resumed_is_the_same_run(data: Path, whole: Finished, tmp_path: Path) -> None:
+    """Killed inside the last epoch (ultralytics/yolov5#141, #292); bare --resume finds it and stays in its folder.
+
+    A newer run beside it is finished (ultralytics/ultralytics#21963).
+    """
+    project = tmp_path / "my runs"
+    with subprocess.Popen(
+        [sys.executable, str(PROJECT / "train.py"), *whole.command, "--project", str(project)],
         cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    run_dir = tmp_path / "runs/train/run"
-    assert started.stdout is not None
-    for line in started.stdout:
-        if re.match(r"\s+all\s", line) and (run_dir / "weights/last.pt").exists():
-            break  # the second validation: epoch 1 is saved, epoch 2 is not yet
-    started.kill()
-    started.wait()
-    epoch = load(run_dir / "weights/last.pt")["state"]["epoch"]
-    assert 0 < epoch < 3, "killed too late to test anything"
+        env=CHILD_ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as started:
+        assert started.stderr is not None
+        said = b""
+        while b"3/3 " not in said and (more := os.read(started.stderr.fileno(), 10_000)):
+            said += more
+        started.kill()
+    run_dir = project / "run"
+    assert load_checkpoint(run_dir / "weights/last.pt")["state"]["epoch"] == 2, "killed too late to test anything"
+    assert len(results(run_dir)) == 2
+    moved = shutil.copytree(run_dir, tmp_path / "elsewhere" / "moved")
+    newer = shutil.copytree(whole.run_dir, project / "newer")
+    for path in newer.rglob("*.pt"):
+        path.touch()
 
-    resumed = launch("--resume", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
-    assert not (tmp_path / "runs/train/run2").exists()  # the same folder (ultralytics/ultralytics#21963)
-    expected, found = (tensors(load(folder / "weights/last.pt")) for folder in (whole_run, run_dir))
-    assert expected.keys() == found.keys()
-    different = [name for name in expected if not torch.equal(expected[name], found[name])]
-    assert not different, different[:5]
-    with (run_dir / "results.csv").open() as file:
-        assert [row[0].strip() for row in csv.reader(file)] == ["epoch", "0", "1", "2"]
+    train_here("--resume", "--project", project)
+    assert_same_run(whole, run_dir)
+    assert sorted(path.name for path in project.iterdir()) == ["newer", "run"]
 
-
-def test_finished_run_is_not_resumed(data: Path, whole_run: Path) -> None:
-    done = launch("--resume", str(whole_run), cwd=whole_run.parent)
-    assert done.returncode == 2
-    assert "nothing is left to resume" in done.stderr
+    train_here("--resume", moved, "--workers", 1, "--cache", "off")  # which may differ
+    assert_same_run(whole, moved)
+    assert not (moved.parent / "moved2").exists()
 
 
-def test_resume_refuses_other_settings(whole_run: Path) -> None:
-    done = launch("--resume", str(whole_run), "--batch", "2", cwd=whole_run.parent)
-    assert done.returncode == 2 and "--batch-size" in done.stderr and "Traceback" not in done.stderr
+def test_resume_from_one_of_many_checkpoints(whole: Finished, tmp_path: Path) -> None:
+    """From exactly the file that was named, whatever else the run did after it."""
+    run_dir = shutil.copytree(whole.run_dir, tmp_path / "copy")
+    train_here("--resume", run_dir / "weights" / "epoch1.pt")
+    assert_same_run(whole, run_dir)
+    assert load_checkpoint(run_dir / "weights/last.prev.pt")["state"]["epoch"] == 2
 
 
-def test_workers_and_cache_change_nothing(data: Path, whole_run: Path, tmp_path: Path) -> None:
-    done = launch(*flags(data, workers=0, cache="off"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    expected, found = (load(folder / "weights/last.pt") for folder in (whole_run, tmp_path / "runs/train/run"))
-    assert all(torch.equal(expected["model"][name], found["model"][name]) for name in expected["model"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    whole: Finished, stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.move(stopped / "weights/epoch1.pt", stopped / "weights/last.prev.pt")
+    (stopped / "weights/last.pt").write_bytes((stopped / "weights/last.pt").read_bytes()[:-1000])
+    train_here("--resume", stopped)
+    assert_same_run(whole, stopped)
+    assert "WARNING: " in (said := capsys.readouterr().out) and "last.pt is damaged" in said
 
 
-def test_val_measures_what_training_measured(data: Path, whole_run: Path, tmp_path: Path) -> None:
-    """val.py on best.pt repeats the best epoch's row of results.csv."""
-    best = whole_run / "weights/best.pt"
-    done = launch(
-        "--weights", str(best), "--data", str(data), "--img", "64", "--batch", "4", cwd=tmp_path, script="val.py"
-    )
-    assert done.returncode == 0, done.stderr
-    table_row = re.search(r"^\s+all(.*)$", done.stdout, re.M)
-    assert table_row is not None
-    figures = [float(word) for word in table_row[1].split()[2:]]
-    with (whole_run / "results.csv").open() as file:
-        rows = [[float(cell) for cell in row] for row in list(csv.reader(file))[1:]]
-    best_row = max(rows, key=lambda row: 0.1 * row[6] + 0.9 * row[7])
-    np.testing.assert_allclose(figures, best_row[4:8], atol=6e-4)  # the table shows three digits
+def test_a_finished_run_is_not_resumed(whole: Finished, tmp_path: Path) -> None:
+    assert "nothing is left to resume, all its epochs are done" in mistake("--resume", whole.run_dir)
+    assert str(whole.run_dir) in mistake("--resume", "--project", whole.run_dir.parent)
+    assert "weights for use" in mistake("--resume", whole.weights / "best.pt")
+    assert "no weights/last.pt there" in mistake("--resume", tmp_path)
+    assert "no run with weights/last.pt" in mistake("--resume", "--project", tmp_path)
 
 
-def test_finetuning_with_other_classes_keeps_all_but_the_head(whole_run: Path, tmp_path: Path) -> None:
-    data = make_data(tmp_path / "one")
-    text = data.read_text().replace("[blue, red]", "[blue, red, green]")
+def test_resume_keeps_its_settings(stopped: Path, data: Path) -> None:
+    message = mistake("--resume", stopped, "--batch", 2, "--epochs", 5, "--data", data)
+    assert "--batch-size, --epochs differ from the run's own" in message
+    assert "--data" not in message
+
+
+def test_resume_on_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other class names are refused; other images are said."""
+    data = make_data(tmp_path / "data")
+    train_here(*flags(data, tmp_path, "--epochs 2 --save-period 1"))
+    weights = tmp_path / "run/weights"
+    shutil.copy(weights / "epoch1.pt", weights / "last.pt")
+
+    text = data.read_text()
+    data.write_text(text.replace("blue, red", "red, blue"))
+    assert "the class names in" in mistake("--resume", tmp_path / "run")
     data.write_text(text)
-    done = launch(*flags(data, epochs=1, weights=whole_run / "weights/best.pt"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "tensors taken" in done.stdout
+    (tmp_path / "data/labels/train/2.txt").unlink()
+    capsys.readouterr()
+    train_here("--resume", tmp_path / "run")
+    said = capsys.readouterr().out
+    assert "WARNING: since this run was saved its data changed: " in said
+    assert "'instances': 9" in said and "'instances': 7" in said
+    assert "resumed     after epoch 1 of 2" in said
 
 
-def test_early_stop_save_period_and_freeze(data: Path, tmp_path: Path) -> None:
-    """Frozen layers do not move; a run without progress ends after --patience epochs."""
-    more = {"epochs": 8, "patience": 1, "save_period": 1, "freeze": 10}
-    done = launch(*flags(data, **more), "--hyp", "hyp.no-augmentation.yaml", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    weights = tmp_path / "runs/train/run/weights"
-    assert "stopping early" in done.stdout
-    first, last = load(weights / "epoch1.pt")["model"], load(weights / "last.pt")["model"]
-    same = {name.split(".")[1] for name in first if name.endswith("weight") and torch.equal(first[name], last[name])}
-    assert same >= {str(layer) for layer in range(10)} and "20" not in same
+# Switches -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["--rect", "--multi-scale", "--noval", "--nosave", "--cos-lr"])
-def test_switches_run(data: Path, tmp_path: Path, mode: str) -> None:
-    done = launch(*flags(data, epochs=2), mode, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "runs/train/run/weights/best.pt").exists()
+@pytest.mark.parametrize(("workers", "cache"), [(0, "off"), (1, "disk")])
+def test_workers_and_cache_change_nothing(
+    data: Path, whole: Finished, tmp_path: Path, workers: int, cache: str
+) -> None:
+    """The whole run had two workers and the images in memory."""
+    train_here(*flags(data, tmp_path, f"--workers {workers} --cache {cache}"))
+    last = load_checkpoint(tmp_path / "run/weights/last.pt")
+    assert not differences(whole.last["model"], last["model"])
+    assert not differences(whole.last["ema"], last["ema"])
 
 
-def test_a_nan_batch_is_skipped(data: Path, tmp_path: Path) -> None:
-    """A learning rate that explodes never puts NaN into a checkpoint (ultralytics/ultralytics#24615, #24170)."""
-    (tmp_path / "wild.yaml").write_text("lr0: 10.0\nwarmup_bias_lr: 10.0\nwarmup_epochs: 0.0\nbox: 1000.0\n")
-    done = launch(*flags(data, epochs=3, hyp=tmp_path / "wild.yaml"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    state = load(tmp_path / "runs/train/run/weights/last.pt")
-    assert all(tensor.isfinite().all() for tensor in tensors(state["model"]).values())
+@pytest.mark.parametrize("switch", ["--noval", "--nosave", "--noval --nosave"])
+def test_noval_and_nosave(data: Path, tmp_path: Path, switch: str) -> None:
+    """Without validations nothing can stop a run early; without saves only the last state is there to be used."""
+    (tmp_path / "still.yaml").write_text("lr0: 0\nwarmup_bias_lr: 0\n")  # so that the first fitness is the best
+    train_here(*flags(data, tmp_path, switch, f"--hyp {tmp_path / 'still.yaml'} --patience 2"))
+    table, weights = results(tmp_path / "run"), tmp_path / "run/weights"
+    last, best = load_checkpoint(weights / "last.pt"), load_checkpoint(weights / "best.pt")
+    validated = table[FIGURES].notna().all(axis=1).tolist()
+    assert validated == ([False, False, True] if "--noval" in switch else [True, True, True])
+    assert (weights / "last.prev.pt").exists() == ("--nosave" not in switch)
+    assert last["state"]["epoch"] == best["state"]["epoch"] == 3
+    assert not differences(best["model"], last["ema"]["module"])
 
 
-def test_all_mistakes_at_once_and_nothing_left_behind(tmp_path: Path) -> None:
+def test_early_stop(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Learning nothing, the run ends ``--patience`` epochs after its first; it is then finished."""
+    (tmp_path / "still.yaml").write_text("lr0: 0\nwarmup_bias_lr: 0\n")
+    (tmp_path / "run").mkdir()
+    arguments = flags(data, tmp_path, f"--hyp {tmp_path / 'still.yaml'} --patience 2 --epochs 9 --nosave")
+    train_here(*arguments)
+    assert "no better fitness for 2 epochs (--patience): stopping early" in capsys.readouterr().out
+    assert len(results(tmp_path / "run2")) == 3
+    assert load_checkpoint(tmp_path / "run2/weights/last.pt")["state"]["stopped"]
+    assert "nothing is left to resume, stopped early" in mistake("--resume", tmp_path / "run2")
+
+
+def test_exist_ok_leaves_nothing_of_the_run_before(whole: Finished, data: Path, tmp_path: Path) -> None:
+    run_dir = shutil.copytree(whole.run_dir, tmp_path / "run")
+    train_here(*flags(data, tmp_path, "--exist-ok --epochs 1 --cfg yolov3-tiny.yaml"))
+    assert {path.name for path in (run_dir / "weights").iterdir()} == {"last.pt", "best.pt"}
+    for path in (run_dir / "weights").iterdir():
+        assert load_checkpoint(path)["spec"]["family"] == "yolov3"
+    assert len(results(run_dir)) == 1
+    assert not (tmp_path / "run2").exists()
+
+
+def test_frozen_layers_stay_as_they_are(whole: Finished, data: Path, tmp_path: Path) -> None:
+    """Started from weights of the same classes, in another network's YAML they would not fit."""
+    best = whole.weights / "best.pt"
+    train_here(*flags(data, tmp_path, f"--weights {shlex.quote(str(best))} --freeze 10 --epochs 1 --optimizer AdamW"))
+    last, start = load_checkpoint(tmp_path / "run/weights/last.pt"), load_checkpoint(best)
+    same = {name: torch.equal(start["model"][name], last["model"][name]) for name in start["model"]}
+    parameters = [name for name in same if name.endswith((".weight", ".bias"))]
+    frozen = [name for name in parameters if int(name.split(".")[1]) < 10]
+    assert [name for name in parameters if same[name]] == frozen
+    assert not same["model.0.bn.running_mean"]
+    assert last["config"]["cfg"] == ""
+    assert last["spec"] == start["spec"]
+
+
+def test_weights_of_other_classes_give_all_but_the_head(
+    whole: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_data(tmp_path / "data")
+    data.write_text(data.read_text().replace("blue, red", "blue, red, green"))
+    best = whole.weights / "best.pt"
+    train_here(*flags(data, tmp_path, f"--weights {shlex.quote(str(best))} --freeze 24 --epochs 1"))
+    last, start = load_checkpoint(tmp_path / "run/weights/last.pt")["model"], load_checkpoint(best)["model"]
+    for name in start:
+        if name.startswith("model.24.m."):
+            assert len(last[name]) == 3 * 8
+        elif name.endswith((".weight", ".bias")):
+            assert torch.equal(last[name], start[name]), name
+    said = capsys.readouterr().out
+    assert re.search(r"^weights .*best\.pt: \d+ tensors taken; 6 keep their initialization", said, re.M)
+
+
+def test_shapes_and_schedules(data: Path, tmp_path: Path) -> None:
+    """--rect, --multi-scale and --cos-lr together; the rate is the cosine's, as far as the warm-up lets it."""
+    shapes: list[tuple[int, int]] = []
+    handle = nn.modules.module.register_module_forward_pre_hook(
+        lambda module, inputs: (
+            shapes.append((inputs[0].shape[2], inputs[0].shape[3]))
+            if isinstance(module, DetectionModel) and module.training and len(inputs[0]) == 4
+            else None
+        )
+    )
+    with contextlib.ExitStack() as stack:
+        stack.callback(handle.remove)
+        train_here(*flags(data, tmp_path, "--rect --multi-scale --cos-lr --optimizer AdamW --img 128 --epochs 4"))
+    assert len(shapes) == 12
+    assert all(height < width for height, width in shapes)
+    assert all(64 <= width <= 192 and width % 32 == 0 for _, width in shapes)
+    assert len(set(shapes)) > 2
+    table = results(tmp_path / "run")
+    for epoch in range(4):
+        i = 3 * epoch + 2
+        base = 0.01 * ((1 - np.cos(np.pi * epoch / 4)) / 2 * (0.01 - 1) + 1)
+        assert table["x/lr1"][epoch] == pytest.approx(base * i / 100, rel=1e-5)
+        assert table["x/lr0"][epoch] == pytest.approx(0.1 + (base - 0.1) * i / 100, rel=1e-5)
+
+
+# Steps that are not finite --------------------------------------------------------------------------------------------
+
+
+class Poison(nn.Module):
+    """Forward hook that makes one micro-batch's first feature map NaN, as an overflow would."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self.call, self.calls = call, 0
+
+    def forward(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        self.calls += 1
+        return output * float("nan") if self.calls == self.call else output
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_a_window_with_nan_leaves_no_trace(
+    data: Path, tmp_path: Path, optimizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, statistics, momentum and EMA are as before the window (ultralytics/ultralytics#24615, #24170).
+
+    With --nbs 6400 the second epoch is one window of three micro-batches; its second one is spoiled.
+    """
+    given = flags(data, tmp_path, f"--nbs 6400 --optimizer {optimizer} --epochs 4 --patience 0")
+    config = build_train_config(given_flags(TrainConfig, given))
+    with torch_settings_kept(), process_group("cpu") as env, contextlib.ExitStack() as stack:
+        run = train.set_up(config, env)
+        batches, val_batches = train.open_loaders(run, stack)
+        log, clock = CsvLog(run.run_dir / "results.csv", train.COLUMNS), RunClock(4, 0)
+
+        def epoch() -> tuple[dict[str, Any], list[float], str]:
+            capsys.readouterr()
+            losses = train.train_epoch(run, batches, clock)
+            train.end_epoch(run, losses, val_batches, log)
+            return load_checkpoint(run.run_dir / "weights/last.pt"), losses, capsys.readouterr().out
+
+        before, _, _ = epoch()
+        handle = run.raw_model.model[0].register_forward_hook(poison := Poison(2))
+        after, losses, said = epoch()
+        handle.remove()
+        assert poison.calls == 3
+        assert not differences(before["model"], after["model"])
+        assert not differences(before["ema"]["module"], after["ema"]["module"])
+        assert not differences(before["optimizer"]["state"], after["optimizer"]["state"])
+        assert np.isfinite(losses).all()
+        assert after["state"]["skipped"] == after["ema"]["skipped"] == 1
+        assert said.count("WARNING: optimizer steps skipped in this epoch: 1, for their gradients were not finite") == 1
+
+        healthy, _, said = epoch()
+        assert len(differences(before["model"], healthy["model"])) > 200
+        assert "skipped" not in said
+        assert healthy["state"]["skipped"] == 1
+
+        with torch.no_grad():
+            run.raw_model.get_parameter("model.3.conv.weight")[0, 0] = float("inf")
+        best = run.state.best_fitness
+        saved, _, said = epoch()
+        assert not differences(healthy, saved)
+        assert "model.model.3.conv.weight holds NaN or infinity" in said
+        assert "the checkpoint before it stays" in said
+        assert run.state.best_fitness == best  # of weights that are there
+        assert results(run.run_dir)["epoch"].tolist() == [0, 1, 2, 3]
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------------
+
+
+def test_mistakes_come_together_and_leave_nothing(tmp_path: Path) -> None:
     done = launch("--data", "nowhere.yaml", "--hyp", "nothing.yaml", "--cfg", "yolov5q.yaml", cwd=tmp_path)
     assert done.returncode == 2
+    assert done.stderr.startswith("error: 3 problems\n")
     assert all(word in done.stderr for word in ("nowhere.yaml", "nothing.yaml", "yolov5q.yaml"))
-    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_copy_of_the_folder_resumes_in_place(data: Path, whole_run: Path, tmp_path: Path) -> None:
-    """A moved run goes on where it is now; here it is finished, which says that its state was found."""
-    moved = shutil.copytree(whole_run, tmp_path / "elsewhere")
-    done = launch("--resume", str(moved), cwd=tmp_path)
-    assert done.returncode == 2 and str(moved) in done.stderr
+def test_no_run_folder_for_a_run_that_cannot_start(whole: Finished, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.pt").write_text("no weights")
+    start = flags(data, tmp_path / "runs")
+    assert "text.pt is damaged or not a checkpoint" in mistake(*start, "--weights", tmp_path / "text.pt")
+    assert "none.pt is not there" in mistake(*start, "--weights", tmp_path / "none.pt", "--cfg", "yolov5n.yaml")
+    best = whole.weights / "best.pt"
+    assert "the weights don't fit the network" in mistake(*start, "--weights", best, "--cfg", "yolov5s.yaml")
+    assert "--freeze 0 30: there is no layer 30, the network has layers 0 to 24" in mistake(*start, "--freeze", 0, 30)
+    assert "--freeze 25 leaves nothing to train" in mistake(*start, "--freeze", 25)
+    assert "--amp fp16 does not work on this cpu device" in mistake(*start, "--amp", "fp16")
+    no_images = data.with_name("no_images.yaml")
+    no_images.write_text(data.read_text().replace("images/val", "images/vla"))
+    assert "did you mean val?" in mistake(*start, "--data", no_images)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_folder_that_cannot_be_made(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    message = mistake(*flags(data, tmp_path / "file"))
+    assert message.startswith(f"--project {tmp_path / 'file'}: the run folder") and "can't be made" in message
+
+
+def test_image_size_is_rounded_up_and_said(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_here(*flags(data, tmp_path, "--img 65 --epochs 1"))
+    said = capsys.readouterr().out
+    assert "WARNING: --imgsz 65 is not a multiple of the network's stride 32; 96 is used" in said
+    assert "GFLOPs at 96 px" in said and "--img 96 " in said
+
+
+LIGHT = """
+import runpy, sys
+before = set(sys.modules)
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
+    heavy = loaded - set(sys.stdlib_module_names) - {"yaml", "_yaml", "utils", "own_packages"}
+    print("HEAVY", sorted(name for name in heavy if "cython" not in name))  # which are parts of _yaml
+"""
+
+
+@pytest.mark.parametrize("script", ["train.py", "val.py"])
+@pytest.mark.parametrize("argument", ["--help", "--epohcs"])
+def test_help_and_wrong_flags_cost_no_imports(script: str, argument: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT, script, argument], cwd=PROJECT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == (0 if argument == "--help" else 2)
+    assert done.stdout.splitlines()[-1] == "HEAVY []", done.stdout + done.stderr

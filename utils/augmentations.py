@@ -15,13 +15,16 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
+from utils import polygons
 from utils.config import Hyp
+from utils.polygons import Polygons
 
 GREY = 114  # fill of everything that no image covers
 
 MIN_SIDE = 2.0  # pixels; a box with a shorter side after the warp is dropped
-MIN_AREA_RATIO = 0.1  # of the box's area that must still be visible
+MIN_AREA_RATIO, MIN_AREA_RATIO_OUTLINED = 0.1, 0.01  # of the box's area that must still be visible
 MAX_ASPECT = 100.0
+MAX_COVERED = 0.3  # of a box that a pasted copy may hide
 
 # Under perspective a point may fall behind the viewer; it is moved in front of him, far away in its own direction.
 MIN_DEPTH = 1e-3
@@ -35,12 +38,14 @@ class Tile(NamedTuple):
         labels: (n, 5) [class, x1, y1, x2, y2] pixels of the image.
         left: canvas column of the image's left edge; may be negative.
         top: canvas row of the image's top edge; may be negative.
+        outlines: of the labels, pixels of the image; None if no label has one.
     """
 
     image: np.ndarray
     labels: np.ndarray
     left: int
     top: int
+    outlines: Polygons | None = None
 
 
 class Geometry(NamedTuple):
@@ -156,13 +161,18 @@ def map_points(points: np.ndarray, matrix: np.ndarray) -> np.ndarray:
     return mapped[:, :2] / np.maximum(mapped[:, 2:], MIN_DEPTH)
 
 
-def warp_labels(labels: np.ndarray, geometry: Geometry, output: tuple[int, int]) -> np.ndarray:
+def warp_labels(
+    labels: np.ndarray, geometry: Geometry, output: tuple[int, int], outlines: Polygons | None = None
+) -> np.ndarray:
     """Warp boxes: the hull of the four mapped corners, clipped; what is too small or mostly out of view is dropped.
+
+    An object whose outline is known gets the box of what is seen of it, however turned or cut.
 
     Args:
         labels: (n, 5) [class, x1, y1, x2, y2] pixels of the canvas.
         geometry: the warp.
         output: (height, width).
+        outlines: of the labels, pixels of the canvas.
 
     Returns:
         (m, 5) float32, m <= n, in the same order, pixels of the output.
@@ -174,9 +184,15 @@ def warp_labels(labels: np.ndarray, geometry: Geometry, output: tuple[int, int])
     limit = np.array([output[1], output[0]], np.float64)
     low = np.minimum(np.maximum(mapped.min(axis=1), 0.0), limit)
     high = np.minimum(np.maximum(mapped.max(axis=1), 0.0), limit)
+    least = np.full(len(labels), MIN_AREA_RATIO)
+    if outlines is not None:
+        turned = outlines._replace(points=map_points(outlines.points.astype(np.float64), geometry.matrix))
+        seen = polygons.visible_boxes(turned, output[1], output[0])
+        low[outlines.outlined], high[outlines.outlined] = seen[:, :2], seen[:, 2:]
+        least[outlines.outlined] = MIN_AREA_RATIO_OUTLINED
     width, height = (high - low).T
     before = (labels[:, 3] - labels[:, 1]) * (labels[:, 4] - labels[:, 2]) * geometry.scale**2
-    keep = (width > MIN_SIDE) & (height > MIN_SIDE) & (width * height > MIN_AREA_RATIO * before)
+    keep = (width > MIN_SIDE) & (height > MIN_SIDE) & (width * height > least * before)
     keep &= (width < MAX_ASPECT * height) & (height < MAX_ASPECT * width)
     return np.concatenate([labels[:, :1], low, high], axis=1, dtype=np.float32)[keep]
 
@@ -197,18 +213,27 @@ def warp_tiles(
     Returns:
         (H, W, 3) uint8 image and (m, 5) labels of all tiles, in pixels of the output.
     """
-    limit = np.array([canvas[1], canvas[0], canvas[1], canvas[0]], np.float32)
-    labels = [np.zeros((0, 5), np.float32)]
-    for tile in tiles:
-        if len(tile.labels):
-            placed = tile.labels.copy()
-            placed[:, 1:] += np.array([tile.left, tile.top, tile.left, tile.top], np.float32)
-            placed[:, 1:] = np.minimum(np.maximum(placed[:, 1:], 0.0), limit)
-            labels.append(placed)
+    labels, outlines = place_labels(tiles, canvas)
     matrix = geometry.matrix
     upright = not (matrix[0, 1] or matrix[1, 0] or matrix[2, 0] or matrix[2, 1])
     image = _warp_each(tiles, matrix, canvas, output) if upright else _warp_canvas(tiles, matrix, canvas, output)
-    return image, warp_labels(np.concatenate(labels), geometry, output)
+    return image, warp_labels(labels, geometry, output, outlines)
+
+
+def place_labels(tiles: Sequence[Tile], canvas: tuple[int, int]) -> tuple[np.ndarray, Polygons | None]:
+    """Labels of all tiles, (n, 5), and their outlines, in pixels of the canvas (height, width) and clipped to it."""
+    limit = np.array([canvas[1], canvas[0], canvas[1], canvas[0]], np.float32)
+    labels, outlines = [np.zeros((0, 5), np.float32)], []
+    for tile in tiles:
+        corner = np.array([tile.left, tile.top, tile.left, tile.top], np.float32)
+        placed = tile.labels.copy()
+        placed[:, 1:] = np.minimum(np.maximum(placed[:, 1:] + corner, 0.0), limit)
+        labels.append(placed)
+        part = tile.outlines
+        if part is not None:
+            part = part._replace(points=np.minimum(np.maximum(part.points + corner[:2], 0.0), limit[:2]))
+        outlines.append(part)
+    return np.concatenate(labels), polygons.join(outlines, [len(tile.labels) for tile in tiles])
 
 
 def _on_canvas(tile: Tile, canvas: tuple[int, int]) -> tuple[np.ndarray, int, int]:
@@ -223,14 +248,20 @@ def _on_canvas(tile: Tile, canvas: tuple[int, int]) -> tuple[np.ndarray, int, in
     return tile.image[top - tile.top : bottom - tile.top, left - tile.left : right - tile.left], left, top
 
 
-def _warp_canvas(
-    tiles: Sequence[Tile], matrix: np.ndarray, canvas: tuple[int, int], output: tuple[int, int]
-) -> np.ndarray:
-    """Paint the canvas and warp it: for turned tiles, whose seams run across pixels."""
+def _paint_canvas(tiles: Sequence[Tile], canvas: tuple[int, int]) -> np.ndarray:
+    """Tiles on grey, (height, width, 3)."""
     painted = np.full((*canvas, 3), GREY, np.uint8)
     for tile in tiles:
         source, left, top = _on_canvas(tile, canvas)
         painted[top : top + source.shape[0], left : left + source.shape[1]] = source
+    return painted
+
+
+def _warp_canvas(
+    tiles: Sequence[Tile], matrix: np.ndarray, canvas: tuple[int, int], output: tuple[int, int]
+) -> np.ndarray:
+    """Paint the canvas and warp it: for turned tiles, whose seams run across pixels."""
+    painted = _paint_canvas(tiles, canvas)
     # OpenCV puts pixel 0's centre at 0, we at 0.5.
     enter, leave = (np.array([[1, 0, shift], [0, 1, shift], [0, 0, 1]]) for shift in (0.5, -0.5))
     own = leave @ matrix @ enter
@@ -277,16 +308,25 @@ def _output_range(start: int, length: int, scale: float, move: float, limit: int
 
 
 def letterbox_warp(
-    image: np.ndarray, labels: np.ndarray, shape: tuple[int, int], hyp: Hyp, rng: np.random.Generator
+    image: np.ndarray,
+    labels: np.ndarray,
+    shape: tuple[int, int],
+    hyp: Hyp,
+    rng: np.random.Generator,
+    outlines: Polygons | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Centre one image on a grey canvas of ``shape`` (H, W) and warp the canvas at random; see ``warp_tiles``."""
     left, top = pad_offset(image.shape[1], shape[1]), pad_offset(image.shape[0], shape[0])
     geometry = draw_geometry(rng, hyp, shape, shape)
-    return warp_tiles([Tile(image, labels, left, top)], geometry, shape, shape)
+    return warp_tiles([Tile(image, labels, left, top, outlines)], geometry, shape, shape)
 
 
 def mosaic(
-    samples: Sequence[tuple[np.ndarray, np.ndarray]], side: int, hyp: Hyp, rng: np.random.Generator
+    samples: Sequence[tuple[np.ndarray, np.ndarray]],
+    side: int,
+    hyp: Hyp,
+    rng: np.random.Generator,
+    outlines: Sequence[Polygons | None] = (None, None, None, None),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Four images around a random centre on a canvas of twice the side, warped into a square (YOLOv4, section 3.3).
 
@@ -294,8 +334,9 @@ def mosaic(
         samples: four pairs of image and labels: top left, top right, bottom left, bottom right. Each image touches the
             centre with one corner.
         side: of the output, pixels. The centre is uniform in [0.5, 1.5] x side.
-        hyp: see ``draw_geometry``.
-        rng: ten values are drawn.
+        hyp: ``copy_paste``, and see ``draw_geometry``.
+        rng: ten values are drawn, and one for each label with an outline.
+        outlines: of each sample's labels, pixels of its image.
 
     Returns:
         (side, side, 3) uint8 image and (m, 5) labels.
@@ -307,8 +348,76 @@ def mosaic(
     for place, (image, labels) in enumerate(samples):
         left = x if place % 2 else x - image.shape[1]
         top = y if place // 2 else y - image.shape[0]
-        tiles.append(Tile(image, labels, left, top))
+        tiles.append(Tile(image, labels, left, top, outlines[place]))
+    if any(outlines):
+        placed, drawn = place_labels(tiles, canvas)
+        assert drawn is not None
+        chosen = draw_copies(placed, drawn, canvas[1], hyp, rng)
+        if chosen:
+            image, labels, drawn = copy_paste(_paint_canvas(tiles, canvas), placed, drawn, chosen)
+            tiles = [Tile(image, labels, 0, 0, drawn)]
     return warp_tiles(tiles, geometry, canvas, (side, side))
+
+
+def draw_copies(labels: np.ndarray, outlines: Polygons, width: int, hyp: Hyp, rng: np.random.Generator) -> list[int]:
+    """Choose objects whose mirror images have room in the image (Ghiasi et al. 2021, "Simple Copy-Paste ...").
+
+    Args:
+        labels: (n, 5) pixels.
+        outlines: of the labels; only objects that have one are chosen.
+        width: of the image, pixels.
+        hyp: ``copy_paste``, the share of them that is tried.
+        rng: one value is drawn for each of them.
+
+    Returns:
+        Labels whose mirrored box covers less than 30 % of each box that is there, the copies before it included.
+    """
+    candidates = np.flatnonzero(outlines.outlined)
+    order = np.argsort(rng.random(len(candidates)), kind="stable")
+    there = labels[:, 1:].astype(np.float64)
+    chosen = []
+    for label in candidates[order[: round(hyp.copy_paste * len(candidates))]].tolist():
+        x1, y1, x2, y2 = labels[label, 1:].tolist()
+        if x1 >= x2 or y1 >= y2:
+            continue  # nothing of it is on the canvas
+        copy = np.array([width - x2, y1, width - x1, y2])
+        overlap = (np.minimum(there[:, 2:], copy[2:]) - np.maximum(there[:, :2], copy[:2])).clip(min=0).prod(axis=1)
+        area = (there[:, 2:] - there[:, :2]).prod(axis=1)
+        if (overlap < MAX_COVERED * area)[area > 0].all():
+            chosen.append(label)
+            there = np.concatenate([there, copy[None]])
+    return chosen
+
+
+def copy_paste(
+    image: np.ndarray, labels: np.ndarray, outlines: Polygons, chosen: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray, Polygons]:
+    """Paste some objects once more, mirrored left to right across the whole image.
+
+    Args:
+        image: (H, W, 3) uint8.
+        labels: (n, 5) pixels.
+        outlines: of the labels.
+        chosen: of ``draw_copies``.
+
+    Returns:
+        A new image, and labels and outlines with those of the copies behind the others.
+    """
+    width = image.shape[1]
+    pasted, mirrored = image.copy(), image[:, ::-1]
+    copies = labels[chosen]
+    copies[:, [1, 3]] = width - copies[:, [3, 1]]
+    shapes = [np.array([width, 0], np.float32) + outlines.of(label) * np.array([-1, 1], np.float32) for label in chosen]
+    for (_, x1, y1, x2, y2), shape in zip(copies.tolist(), shapes, strict=True):
+        left, top, right, bottom = math.floor(x1), math.floor(y1), math.ceil(x2), math.ceil(y2)
+        mask = np.zeros((bottom - top, right - left), np.uint8)
+        polygons.paint(mask, shape - np.array([left, top], np.float32))
+        window = (slice(top, bottom), slice(left, right))
+        pasted[window][mask > 0] = mirrored[window][mask > 0]
+    own = Polygons(np.concatenate(shapes), np.cumsum([0, *map(len, shapes)]))
+    joined = polygons.join([outlines, own], [len(labels), len(copies)])
+    assert joined is not None
+    return pasted, np.concatenate([labels, copies]), joined
 
 
 def mixup(

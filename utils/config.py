@@ -19,6 +19,7 @@ from utils.flags import check_values, flag, flags_page, given_flags
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = {"data": ROOT / "data", "hyp": ROOT / "data" / "hyps", "model": ROOT / "models"}
 SPLITS = ("train", "val", "test")
+METRICS = ("fitness", "mAP50", "mAP50-95", "precision", "recall", "F1")  # of a validation: what can be best
 
 Config = TypeVar("Config")
 
@@ -31,10 +32,6 @@ TRAIN_NOT_YET = {
     "--device A,B": "training runs on one device so far; name a single one, such as 0, cuda:0, mps or cpu",
     "--batch-size -1": "the batch is not measured so far; give a number",
     "--cache val": "the image cache holds every split or none; use --cache ram, disk or off",
-    "--noautoanchor": "anchors are never changed so far, so there is nothing to switch off; leave the flag out",
-    "--noplots": "no plots are drawn so far, so there is nothing to switch off; leave the flag out",
-    "--single-cls": "to train on one class, write label files and a data YAML with one class",
-    "--label-smoothing": "class targets are 0 and 1 so far",
     "--image-weights": "every image is drawn once per epoch so far",
     "--evolve": "hyperparameters are not searched so far; pick a file with --hyp",
     "--evolve_population": "hyperparameters are not searched so far; pick a file with --hyp",
@@ -49,8 +46,6 @@ VAL_NOT_YET = {
     "--device A,B": "validation runs on one device so far; name a single one, such as 0, cuda:0, mps or cpu",
     "--task speed": "validation reports figures of a split so far; use --task train, val or test",
     "--task study": "validation reports figures of a split so far; use --task train, val or test",
-    "--single-cls": "classes are always told apart so far",
-    "--augment": "each image is seen once, as it is",
     "--save-txt": "detections are scored, not written, so far",
     "--save-hybrid": "detections are scored, not written, so far",
     "--save-conf": "detections are scored, not written, so far",
@@ -58,7 +53,12 @@ VAL_NOT_YET = {
     "--half": "networks are measured in full precision so far",
     "--dnn": "only PyTorch checkpoints are read so far",
 }
-HYP_NOT_YET = {"anchors": "anchors come from the network's YAML so far; delete the key to train with those"}
+DETECT_NOT_YET = {
+    "--device A,B": "detection runs on one device; name a single one, such as 0, cuda:0, mps or cpu",
+    "--data": "a checkpoint knows the names of its classes; leave the flag out",
+    "--update": "best.pt is without its optimizer already; leave the flag out",
+    "--dnn": "only PyTorch checkpoints are read so far",
+}
 
 TRAIN_EXAMPLES = """Train a detector.
 
@@ -72,6 +72,18 @@ VAL_EXAMPLES = """Measure a checkpoint (--weights) on a split of a data set.
 examples:
   python val.py --weights runs/train/exp/weights/best.pt
   python val.py --weights best.pt --data my.yaml --imgsz 640 --task test"""
+
+DETECT_EXAMPLES = """Find objects in images, videos and streams (--source).
+
+examples:
+  python detect.py --weights runs/train/exp/weights/best.pt                 the pictures in data/images
+  python detect.py --weights best.pt --source photo.jpg                     an image or a video
+  python detect.py --weights best.pt --source photos --save-txt --nosave    a folder; text files only
+  python detect.py --weights best.pt --source 'photos/**/*.jpg'             a pattern, in quotes
+  python detect.py --weights best.pt --source list.txt                      files, one in each line
+  python detect.py --weights best.pt --source 0 --view-img                  a camera by its number
+  python detect.py --weights best.pt --source rtsp://host/stream            or http, https, rtmp
+  python detect.py --weights best.pt --source list.streams                  several of these at once"""
 
 
 @dataclass
@@ -89,11 +101,14 @@ class TrainConfig:
     freeze: list[int] = flag(  # noqa: RUF009
         [0], "model", "one number N = freeze layers 0 to N-1; several = exactly these", low=0, metavar="N"
     )
+    noautoanchor: bool = flag(False, "model", "keep the anchors even if they fit the labels badly")
 
     data: str = flag("shapes.yaml", "data", "data set YAML, a path or the name of a shipped one", metavar="FILE")
     imgsz: int = flag(
         640, "data", "image size in pixels, rounded up to a multiple of the stride", "--img", "--img-size", low=32
     )
+    single_cls: bool = flag(False, "data", "train all classes as one")
+    strict: bool = flag(False, "data", "stop at any problem of images and labels instead of leaving it out")
     rect: bool = flag(False, "data", "rectangular batches of similar aspect ratio, without mosaic")
     multi_scale: bool = flag(False, "data", "another size for each batch, 0.5 to 1.5 times --imgsz")
     cache: str = flag(
@@ -106,14 +121,24 @@ class TrainConfig:
     nbs: int = flag(64, "training", "nominal batch: gradients are accumulated up to about so many images", low=1)
     hyp: str = flag("hyp.scratch-low.yaml", "training", "hyperparameter YAML, a path or a shipped name", metavar="FILE")
     optimizer: str = flag("SGD", "training", "optimizer", choices=("SGD", "Adam", "AdamW"))
+    label_smoothing: float = flag(
+        0.0, "training", "class targets are 1 - X/2 and X/2 instead of 1 and 0", low=0, high=1
+    )
     cos_lr: bool = flag(False, "training", "cosine learning rate schedule instead of a linear one")
-    patience: int = flag(100, "training", "stop after so many epochs without a better fitness; 0 = never", low=0)
+    patience: int = flag(100, "training", "stop after so many epochs without a better --metric; 0 = never", low=0)
     seed: int = flag(0, "training", "order, augmentation and initial weights follow from it", low=0, high=2**32 - 1)
     resume: bool | str = flag(
         False, "training", "go on with a run: its folder or checkpoint, bare the newest", const=True, metavar="RUN"
     )
 
     noval: bool = flag(False, "validation", "validate after the last epoch only")
+    val_period: int = flag(1, "validation", "validate after every N-th epoch and the last one", low=1)
+    metric: str = flag(
+        "fitness",
+        "validation",
+        "what best.pt and --patience follow; fitness = 0.1 mAP50 + 0.9 mAP50-95",
+        choices=METRICS,
+    )
     val_batch: int = flag(0, "validation", "images per validation batch; 0 = the smaller of --batch-size and 32", low=0)
 
     device: str = flag("", "device", "cpu, mps, a GPU as 0 or cuda:0, or '' for the best one there is")
@@ -125,6 +150,7 @@ class TrainConfig:
     exist_ok: bool = flag(False, "output", "write into the run folder even if it is there")
     nosave: bool = flag(False, "output", "save the final checkpoint only")
     save_period: int = flag(-1, "output", "also keep a checkpoint every so many epochs; below 1 = none", low=-1)
+    noplots: bool = flag(False, "output", "draw no pictures of labels, batches, validation and progress")
 
 
 @dataclass
@@ -139,6 +165,8 @@ class ValConfig:
 
     data: str = flag("shapes.yaml", "data", "data set YAML, a path or the name of a shipped one", metavar="FILE")
     task: str = flag("val", "data", "split to measure on", choices=SPLITS)
+    single_cls: bool = flag(False, "data", "measure all classes as one")
+    strict: bool = flag(False, "data", "stop at any problem of images and labels instead of leaving it out")
     imgsz: int = flag(
         0, "data", "image size in pixels; 0 = the one the weights were trained at", "--img", "--img-size", low=0
     )
@@ -148,6 +176,9 @@ class ValConfig:
     conf_thres: float = flag(0.001, "scoring", "least confidence of a detection", low=0, high=1)
     iou_thres: float = flag(0.6, "scoring", "IoU above which non-maximum suppression drops a box", low=0, high=1)
     max_det: int = flag(300, "scoring", "most detections per image", low=1)
+    augment: bool = flag(
+        False, "scoring", "look at each image three times: as it is, smaller and flipped, smaller still"
+    )
     verbose: bool = flag(False, "scoring", "one line per class, however many there are")
 
     device: str = flag("", "device", "cpu, mps, a GPU as 0 or cuda:0, or '' for the best one there is")
@@ -155,6 +186,60 @@ class ValConfig:
     project: str = flag("runs/val", "output", "folder of run folders", metavar="FOLDER")
     name: str = flag("exp", "output", "run folder; exp2, exp3 ... when taken")
     exist_ok: bool = flag(False, "output", "write into the run folder even if it is there")
+
+
+@dataclass
+class DetectConfig:
+    """Flags of detect.py."""
+
+    script: ClassVar[str] = "detect.py"
+    examples: ClassVar[str] = DETECT_EXAMPLES
+    not_yet: ClassVar[dict[str, str]] = DETECT_NOT_YET
+
+    weights: str = flag("", "model", "checkpoint to detect with", metavar="FILE")
+
+    source: str = flag(
+        "data/images", "input", "image, video, folder, pattern, .txt or .streams list, URL, or number of a camera"
+    )
+    imgsz: list[int] = flag(  # noqa: RUF009
+        [0],
+        "input",
+        "image size in pixels, or height and width; 0 = the one the weights were trained at",
+        "--img",
+        "--img-size",
+        low=0,
+        metavar="N",
+    )
+    batch_size: int = flag(1, "input", "images per forward pass; those of equal shape share one", "--batch", low=1)
+    vid_stride: int = flag(1, "input", "use every n-th frame of videos and streams", low=1)
+    stream_timeout: float = flag(10.0, "input", "seconds without a frame after which a stream is dead", low=0.1)
+
+    conf_thres: float = flag(0.25, "detection", "least confidence of a detection", low=0, high=1)
+    iou_thres: float = flag(0.45, "detection", "IoU above which non-maximum suppression drops a box", low=0, high=1)
+    max_det: int = flag(1000, "detection", "most detections per image", low=1)
+    classes: list[int] = flag([], "detection", "ids of the classes to keep; '' = all", low=0, metavar="N")  # noqa: RUF009
+    augment: bool = flag(
+        False, "detection", "look at each image three times: as it is, smaller and flipped, smaller still"
+    )
+    agnostic_nms: bool = flag(False, "detection", "suppress boxes of other classes too")
+
+    device: str = flag("", "device", "cpu, mps, a GPU as 0 or cuda:0, or '' for the best one there is")
+    half: bool = flag(False, "device", "compute in half precision (fp16); on a CUDA GPU only")
+
+    view_img: bool = flag(False, "output", "show the pictures in a window as they come; key q ends")
+    nosave: bool = flag(False, "output", "write no images and videos")
+    save_txt: bool = flag(False, "output", "write labels/NAME.txt, for videos NAME_FRAME.txt")
+    save_format: int = flag(0, "output", "rows of --save-txt: 0 = center and size, 1 = corners", low=0, high=1)
+    save_conf: bool = flag(False, "output", "add the confidence to the rows of --save-txt")
+    save_csv: bool = flag(False, "output", "write predictions.csv, one row per detection")
+    save_crop: bool = flag(False, "output", "write what is in each box to crops/CLASS/NAME.jpg")
+    project: str = flag("runs/detect", "output", "folder of run folders", metavar="FOLDER")
+    name: str = flag("exp", "output", "run folder; exp2, exp3 ... when taken")
+    exist_ok: bool = flag(False, "output", "write into the run folder even if it is there")
+
+    line_thickness: int = flag(0, "drawing", "of the boxes in pixels; 0 = in proportion to the image", low=0)
+    hide_labels: bool = flag(False, "drawing", "boxes only")
+    hide_conf: bool = flag(False, "drawing", "class names without confidences")
 
 
 def _gain(default: float, low: float, high: float) -> float:
@@ -193,7 +278,8 @@ class Hyp:
     fliplr: float = _gain(0.5, 0, 1)
     mosaic: float = _gain(1.0, 0, 1)
     mixup: float = _gain(0.0, 0, 1)
-    copy_paste: float = _gain(0.0, 0, 1)  # acts on polygon labels only
+    copy_paste: float = _gain(0.0, 0, 1)  # share of the objects with polygon labels
+    anchors: float = _gain(0.0, 0, 10)  # per level, rounded; 0 = as many as the network's YAML says
 
 
 def parse_train(argv: Sequence[str] | None = None) -> TrainConfig:
@@ -210,6 +296,14 @@ def parse_val(argv: Sequence[str] | None = None) -> ValConfig:
     With mistakes in it the process ends with status 2, and all of them on stderr.
     """
     return _parse(ValConfig, argv)
+
+
+def parse_detect(argv: Sequence[str] | None = None) -> DetectConfig:
+    """Read detect.py's command line (sys.argv by default).
+
+    With mistakes in it the process ends with status 2, and all of them on stderr.
+    """
+    return _parse(DetectConfig, argv)
 
 
 def _parse(kind: type[Config], argv: Sequence[str] | None) -> Config:
@@ -240,7 +334,19 @@ def build_config(kind: type[Config], given: Mapping[str, Any]) -> Config:
             config.name = Path(config.cfg or config.weights).stem
     if isinstance(config, ValConfig) and not config.weights:
         raise UserError("--weights is missing: name the checkpoint to measure")
+    if isinstance(config, DetectConfig):
+        _check_detect(config, problems)
+        problems.raise_if_any()
     return config
+
+
+def _check_detect(config: DetectConfig, problems: Problems) -> None:
+    if not config.weights:
+        problems.add("--weights is missing: name the checkpoint to detect with")
+    if len(config.imgsz) > 2:
+        problems.add(f"--imgsz takes one number, or height and width, not {len(config.imgsz)} numbers")
+    if config.save_conf and not config.save_txt:
+        problems.add("--save-conf adds a column to --save-txt; give that too (--save-csv has confidences anyway)")
 
 
 # ---- files ----
@@ -315,16 +421,14 @@ def load_hyp(name: str | Path) -> Hyp:
     """Read a hyperparameter file, by path or shipped name. Keys that it leaves out have scratch-low's values.
 
     Raises:
-        UserError: lists unknown keys, values that are not numbers or out of range, keys of a later feature.
+        UserError: lists unknown keys, values that are not numbers or out of range.
     """
     path = find_yaml(name, "hyp")
     content = load_yaml(path)
     known = [item.name for item in dataclasses.fields(Hyp)]
     problems, given = Problems(), {}
     for key, value in content.items():
-        if key in HYP_NOT_YET:
-            problems.add(f"{key} is not available yet: {HYP_NOT_YET[key]}")
-        elif key not in known:
+        if key not in known:
             problems.add(f"{key} is not a hyperparameter{nearest(key, known)}")
         else:
             given[key] = _number(value)
@@ -356,4 +460,4 @@ def _plain(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    print(flags_page((TrainConfig, ValConfig)), end="")
+    print(flags_page((TrainConfig, ValConfig, DetectConfig)), end="")

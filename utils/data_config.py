@@ -3,6 +3,7 @@
 Imports the standard library and yaml only, like `utils.config`.
 """
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,19 +33,32 @@ class DataConfig:
     download: str | None = None
     generator: str | None = None  # the data set is drawn, not fetched
     defaults: dict[str, Any] = field(default_factory=dict)  # flags of train.py that suit it; what is typed wins
+    merged: int = 0  # classes of the label files that count as one (--single-cls); 0 = each is its own
 
     @property
     def num_classes(self) -> int:
         """How many classes there are; class ids are below it."""
         return len(self.names)
 
+    @property
+    def label_classes(self) -> int:
+        """How many classes the label files tell apart."""
+        return self.merged or len(self.names)
 
-def load_data(name: str | Path) -> DataConfig:
+
+def as_one_class(data: DataConfig) -> DataConfig:
+    """Return a data set with all its classes as one, called ``item``; one with a single class as it is."""
+    if data.num_classes == 1:
+        return data
+    return dataclasses.replace(data, names=["item"], merged=data.num_classes)
+
+
+def load_data(name: str | Path, single_cls: bool = False) -> DataConfig:
     """Read a data set YAML, by path or shipped name. Nothing is fetched, drawn or looked for on disk yet.
 
     ``path`` is the root of the splits: absolute, else relative to the YAML's folder, the current folder or the
     project, the first in which it exists (the project if none: there it will be made). An unknown key is a mistake if
-    it is close to a known one, else a note of the author's.
+    it is close to a known one, else a note of the author's. With ``single_cls`` all classes count as one.
 
     Raises:
         UserError: lists every problem with the file and the key.
@@ -60,15 +74,18 @@ def load_data(name: str | Path) -> DataConfig:
     if "nc" in content and names and content["nc"] != len(names):
         problems.add(f"nc says {content['nc']} classes, names lists {len(names)}; nc can be left out")
     problems.raise_if_any(str(path))
-    return DataConfig(
+    data = DataConfig(
         path,
         root,
         names=names,
         download=content.get("download"),
         generator=content.get("generator"),
         defaults=defaults,
-        **splits,
+        train=splits["train"],
+        val=splits["val"],
+        test=splits["test"],
     )
+    return as_one_class(data) if single_cls else data
 
 
 def check_split_paths(data: DataConfig, splits: Sequence[str] = ("train", "val")) -> dict[str, list[Path]]:

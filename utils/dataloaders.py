@@ -30,7 +30,10 @@ from torch.utils.data import DataLoader, Dataset
 from utils import augmentations
 from utils.config import Hyp
 from utils.dataset import LabelIndex, read_image
+from utils.errors import UserError
 from utils.image_cache import ImageCache
+from utils.images import ImageError
+from utils.polygons import Polygons
 from utils.torch_utils import DistEnv
 
 # A position is a 64-bit word of a generator's counter. No epoch has this many samples, so the topmost ones serve what
@@ -124,8 +127,13 @@ def batch_imgsz(seed: int, epoch: int, k: int, imgsz: int, stride: int, multi_sc
     if not multi_scale:
         return imgsz
     # Not below two strides: a coarsest map of a single cell has no spread for BatchNorm to measure.
-    low, high = max(math.ceil(MULTI_SCALE[0] * imgsz / stride), 2), math.floor(MULTI_SCALE[1] * imgsz / stride)
+    low, high = max(math.ceil(MULTI_SCALE[0] * imgsz / stride), 2), max_imgsz(imgsz, stride, multi_scale) // stride
     return stride * int(_generator(seed, epoch, SHAPE_POSITION, k).integers(low, high, endpoint=True))
+
+
+def max_imgsz(imgsz: int, stride: int, multi_scale: bool) -> int:
+    """Largest image size of any batch."""
+    return math.floor(MULTI_SCALE[1] * imgsz / stride) * stride if multi_scale else imgsz
 
 
 def resize_batch(images: Tensor, imgsz: int, stride: int) -> Tensor:
@@ -342,7 +350,8 @@ class DetectionDataset(Dataset[Sample]):
         """The geometric part of a training sample: mosaic, maybe mixed with a second one, or a single image."""
         if self.rect or rng.random() >= hyp.mosaic:
             image, labels = self.load(request.index)
-            return augmentations.letterbox_warp(image, labels, (request.height, request.width), hyp, rng)
+            outlines = self._outlines(request.index, image)
+            return augmentations.letterbox_warp(image, labels, (request.height, request.width), hyp, rng, outlines)
         sample = self._mosaic(request.index, request.height, hyp, rng)
         if rng.random() < hyp.mixup:
             second = self._mosaic(int(rng.integers(len(self))), request.height, hyp, rng)
@@ -352,7 +361,16 @@ class DetectionDataset(Dataset[Sample]):
     def _mosaic(self, i: int, side: int, hyp: Hyp, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Image ``i`` with three partners from the whole set, in random places."""
         members = rng.permutation([i, *rng.integers(len(self), size=3)]).tolist()
-        return augmentations.mosaic([self.load(member) for member in members], side, hyp, rng)
+        samples = [self.load(member) for member in members]
+        outlines = [self._outlines(member, image) for member, (image, _) in zip(members, samples, strict=True)]
+        return augmentations.mosaic(samples, side, hyp, rng, outlines)
+
+    def _outlines(self, i: int, image: np.ndarray) -> Polygons | None:
+        """Outlines of the labels of image ``i``, in pixels of its resized image; None if there are none."""
+        outlines = self.index.outlines(i)
+        if outlines is None:
+            return None
+        return outlines._replace(points=outlines.points * np.array(image.shape[1::-1], np.float32))
 
     def _validation_sample(self, request: SampleRequest) -> Sample:
         """The resized image in the middle of its batch's shape."""
@@ -395,6 +413,16 @@ def choose_num_workers(limit: int, local_world_size: int, local_batch: int) -> i
     return min(limit, max(cores // local_world_size, 1), local_batch)
 
 
+def choose_val_batch(wanted: int, global_batch: int) -> int:
+    """Images of a validation batch: as wanted; for 0 no more than of a training batch, so that it fits as well."""
+    return wanted or min(global_batch, 32)
+
+
+def loader_bytes(num_workers: int, batch: int, imgsz: int) -> int:
+    """Bytes of shared memory that a loader's batches take at most: those prefetched, and the one in use."""
+    return (num_workers * PREFETCH_BATCHES + 1) * batch * 3 * imgsz**2 if num_workers else 0
+
+
 def _init_worker(_worker_id: int, yield_cores: bool) -> None:
     """One thread per worker; Ctrl-C is the main process's business, which then ends the workers."""
     if yield_cores and hasattr(os, "nice"):
@@ -428,6 +456,12 @@ def _data_loader(
     )
 
 
+def _without_traceback(error: ImageError) -> UserError:
+    """Say which image could not be read; PyTorch puts the traceback of the worker into the message."""
+    said = str(error).strip().splitlines()[-1].removeprefix(f"{ImageError.__module__}.{ImageError.__name__}: ")
+    return UserError(f"{said}, although its first bytes are right; replace the image or remove it")
+
+
 class TrainLoader(Iterator[Batch]):
     """An endless iterator of training batches; one pass over all epochs, so nothing is set anew between them.
 
@@ -444,7 +478,10 @@ class TrainLoader(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         assert self._batches is not None, "the loader is closed"
-        return next(self._batches)
+        try:
+            return next(self._batches)
+        except ImageError as error:
+            raise _without_traceback(error) from None
 
     def close(self) -> None:
         """End the worker processes."""
@@ -467,7 +504,10 @@ class ValLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         assert self._loader is not None, "the loader is closed"
-        return iter(self._loader)
+        try:
+            yield from self._loader
+        except ImageError as error:
+            raise _without_traceback(error) from None
 
     def close(self) -> None:
         """End the worker processes."""

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,94 +29,42 @@ import numpy as np
 from tqdm import tqdm
 
 from utils.data_config import DataConfig, check_split_paths
-from utils.errors import UserError
-from utils.images import IMAGE_SUFFIXES, ImageError, image_size, read_image
-from utils.labels import BAD_CLASS, Problem, RowReader, ScanReport, check_rows, label_path
+from utils.data_report import Problem, ScanReport, report_csv, shortened
+from utils.errors import Problems, UserError
+from utils.image_lists import labels_without_image, list_images
+from utils.images import ImageError, image_size, read_image
+from utils.labels import BAD_CLASS, RowReader, check_rows, label_path
+from utils.polygons import Polygons
 from utils.shapes import ensure_shapes
 
-__all__ = ["LabelIndex", "ScanReport", "build_index", "cache_folders", "image_size", "list_images", "read_image"]
+__all__ = ["LabelIndex", "build_index", "cache_folders", "open_splits", "read_image"]
 
-RULES_VERSION = 1  # raise it whenever a rule, the row format or the file format changes: older cache files are rebuilt
+RULES_VERSION = 2  # raise it whenever a rule, the row format or the file format changes: older cache files are rebuilt
 MAGIC = b"LSINDEX1"
 CHUNK = 512  # images per unit of work: long enough for vectorized checks, short enough for an even progress bar
 MIN_SIDE, MAX_PIXELS = 10, 1 << 28
+LISTED = 20  # problems in an error message
 LABELLED, MISSING, EMPTY, CORRUPT = range(4)
 NO_FILE, NO_ACCESS = -1, -2  # in place of a file's size
+NO_POINTS = np.zeros((0, 2), np.float32)
+LEFT_OUT = ("image left out", "label file unreadable, image left out")
 
 
-# --- 1. Which images -------------------------------------------------------------------------------------------------
-
-
-def list_images(sources: Sequence[Path]) -> list[str]:
-    """Absolute paths of all images of a split, with forward slashes; an image named twice is kept once, with a note.
-
-    A folder is searched with its subfolders and gives sorted paths; a ``.txt`` list keeps its order. Its lines starting
-    with ``./`` are relative to its folder, other relative ones to it or, if nothing is there, to the working folder.
-
-    Raises:
-        UserError: a source does not exist or is of another kind, or there is no image at all.
-    """
-    logger = logging.getLogger("lockstep")
-    paths: list[str] = []
-    for source in sources:
-        if source.is_dir():
-            paths += sorted(_walk(os.path.abspath(source), ()))
-        elif source.suffix == ".txt" and source.is_file():
-            paths += _read_list(source, logger)
-        else:
-            what = "is neither a folder nor a .txt list of images" if source.exists() else "does not exist"
-            raise UserError(f"{source} {what}; check train, val and test in the data YAML")
-    unique = list(dict.fromkeys(paths))
-    if len(unique) < len(paths):
-        logger.warning(f"{len(paths) - len(unique)} images are listed more than once and used once")
-    if not unique:
-        places = ", ".join(map(str, sources)) or "an empty list of sources"
-        raise UserError(f"no images in {places}; looked for the suffixes {', '.join(sorted(IMAGE_SUFFIXES))}")
-    return unique
-
-
-def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
-    """Image files below a folder; links to folders are followed unless they lead back to a folder above."""
-    real = os.path.realpath(folder)
-    if real in above:
-        return
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir():
-                yield from _walk(entry.path, (*above, real))
-            elif entry.name.rpartition(".")[2].lower() in IMAGE_SUFFIXES:
-                yield entry.path.replace(os.sep, "/")
-
-
-def _read_list(source: Path, logger: logging.Logger) -> list[str]:
-    """Images of a list file, in order; blank lines and those starting with # are skipped."""
-    folder = os.path.abspath(source.parent)
-    paths: list[str] = []
-    strangers: list[str] = []
-    for raw in source.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines():
-        line = raw.strip()
-        if not line or line.startswith("#"):
-            continue
-        path = os.path.join(folder, line)  # an absolute line stays as it is
-        if not line.startswith("./") and not os.path.exists(path) and os.path.exists(line):
-            path = os.path.abspath(line)
-        is_image = path.rpartition(".")[2].lower() in IMAGE_SUFFIXES
-        (paths if is_image else strangers).append(os.path.normpath(path).replace(os.sep, "/"))
-    if strangers:
-        logger.warning(f"{source}: {len(strangers)} lines are left out, they name no image: {', '.join(strangers[:3])}")
-    return paths
-
-
-# --- 2. The scan -----------------------------------------------------------------------------------------------------
+# --- 1. The scan -----------------------------------------------------------------------------------------------------
 
 
 class _Part(NamedTuple):
-    """Result for consecutive images: status (n,) uint8, shapes (n, 2) int32, counts (n,) int64, rows (M, 5) float32."""
+    """Result for consecutive images: status (n,) uint8, shapes (n, 2) int32, counts (n,) int64, rows (M, 5) float32.
+
+    Of polygons also: corners (M,) int64, how many each row has, 0 for a box; points (P, 2) float32, their places.
+    """
 
     status: np.ndarray
     shapes: np.ndarray
     counts: np.ndarray
     rows: np.ndarray
+    corners: np.ndarray
+    points: np.ndarray
     problems: list[Problem]
 
 
@@ -132,16 +81,19 @@ def _scan_chunk(paths: Sequence[str], stats: np.ndarray, num_classes: int) -> _P
             text = b"" if label_size in (0, NO_FILE) else _read(name)
         except ImageError as error:
             status[i] = CORRUPT
-            problems.append(Problem(path, 0, str(error).removeprefix(f"{path}: "), "image left out"))
+            problems.append(Problem(path, 0, str(error).removeprefix(f"{path}: "), LEFT_OUT[0]))
         except OSError as error:
             status[i] = CORRUPT
-            problems.append(Problem(name, 0, error.strerror or str(error), "label file unreadable, image left out"))
+            problems.append(Problem(name, 0, error.strerror or str(error), LEFT_OUT[1]))
         else:
             if not reader.read(i, name, text):
                 status[i] = MISSING if label_size == NO_FILE else EMPTY
     rows = check_rows(reader.rows(), names, num_classes, problems)
     counts = np.bincount(rows.image, minlength=len(paths))
-    return _Part(status, shapes, counts, rows.box.astype(np.float32), problems)
+    outlines = [reader.outlines[k] if k >= 0 else NO_POINTS for k in rows.outline.tolist()]
+    corners = np.array([len(outline) for outline in outlines], np.int64)
+    points = np.concatenate([NO_POINTS, *outlines])
+    return _Part(status, shapes, counts, rows.box.astype(np.float32), corners, points, problems)
 
 
 def _read(file: str) -> bytes:
@@ -173,8 +125,11 @@ def _scan(paths: list[str], stats: np.ndarray, num_classes: int, split: str) -> 
             parts[start] = part
             bar.update(len(part.status))
     ordered = [parts[start] for start in starts]
-    status, shapes, counts, rows = (np.concatenate(columns) for columns in list(zip(*ordered, strict=True))[:4])
-    return _Part(status, shapes, counts, rows, sorted(problem for part in ordered for problem in part.problems))
+    problems = sorted(problem for part in ordered for problem in part.problems)
+    status, shapes, counts, rows, corners, points = (
+        np.concatenate(columns) for columns in list(zip(*ordered, strict=True))[:-1]
+    )
+    return _Part(status, shapes, counts, rows, corners, points, problems)
 
 
 def _parallel(work: Callable[[int], _Part], items: list[int], workers: int) -> Iterator[tuple[int, _Part]]:
@@ -239,7 +194,7 @@ def _forked(work: Callable[[int], _Part], items: list[int], writer: Any, inherit
         writer.send(error)
 
 
-# --- 3. The index ----------------------------------------------------------------------------------------------------
+# --- 2. The index ----------------------------------------------------------------------------------------------------
 
 
 class LabelIndex:
@@ -254,12 +209,16 @@ class LabelIndex:
         name: short name that tells this split from others, the same in every run.
         images_digest: digest of paths, sizes and modification times of the images, for caches of their pixels.
         file: cache file the arrays are mapped from, None if they are in memory.
+        polygon_offsets: (M + 1,) int64; row k has ``points[polygon_offsets[k]:polygon_offsets[k + 1]]``. None if no row
+            of the split has a polygon.
+        points: (P, 2) float32 [x, y] divided by the image's width and height, in [0, 1]; None likewise.
     """
 
     def __init__(self, arrays: dict[str, np.ndarray], meta: dict[str, Any], file: Path | None = None) -> None:
         self._arrays, self._meta, self.file = arrays, meta, file
         self._names, self._name_offsets = arrays["names"], arrays["name_offsets"]
         self.shapes, self.offsets, self.rows = arrays["shapes"], arrays["offsets"], arrays["rows"]
+        self.polygon_offsets, self.points = arrays.get("polygon_offsets"), arrays.get("points")
         self.n = len(self.shapes)
         self.num_classes: int = meta["num_classes"]
         self.name: str = meta["name"]
@@ -292,12 +251,22 @@ class LabelIndex:
         """(L, 5) float32 [class, cx, cy, w, h] cxcywhn of image i, read-only; (0, 5) for a background."""
         return self.rows[self.offsets[i] : self.offsets[i + 1]]
 
+    def outlines(self, i: int) -> Polygons | None:
+        """Polygons of the labels of image i, normalized as ``points``; None if none of them has one."""
+        if self.polygon_offsets is None or self.points is None:
+            return None
+        offsets = self.polygon_offsets[self.offsets[i] : self.offsets[i + 1] + 1]
+        if offsets[0] == offsets[-1]:
+            return None
+        return Polygons(self.points[offsets[0] : offsets[-1]], offsets - offsets[0])
+
 
 def build_index(
     sources: Sequence[Path],
     num_classes: int,
     *,
     split: str = "train",
+    single_cls: bool = False,
     cache: bool = True,
     logger: logging.Logger | None = None,
 ) -> LabelIndex:
@@ -306,33 +275,39 @@ def build_index(
     Args:
         sources: folders and ``.txt`` lists.
         num_classes: classes named in the data YAML.
-        split: its name, for messages; ``train`` must have labels.
+        split: its name, for messages.
+        single_cls: give all boxes class 0, after their ids were checked.
         cache: read and write the cache file.
         logger: where the report goes.
 
     Raises:
-        UserError: no images, class ids outside the names, or a train split without any label.
+        UserError: no image, none that can be used, or class ids outside the names.
     """
     logger = logger or logging.getLogger("lockstep")
-    paths = list_images(sources)
+    problems: list[Problem] = []
+    paths = list_images(sources, problems)
     stats = _file_stats(paths)
+    problems += labels_without_image(paths, sources)
     names = [os.fsencode(path) for path in paths]
-    key = content_digest(b"\n".join(names), stats.tobytes(), str((num_classes, RULES_VERSION)).encode())
+    said = json.dumps(problems).encode()
+    rules = str((num_classes, single_cls, RULES_VERSION))
+    key = content_digest(b"\n".join(names), stats.tobytes(), rules.encode(), said)
     places = json.dumps([os.path.abspath(source) for source in sources])
     name = f"{sources[0].stem}-{content_digest(places.encode(), str(num_classes).encode())[:12]}"
-    files = [folder / f"{name}.index" for folder in cache_folders(paths[0])] if cache else []
+    file_name = f"{name}-single.index" if single_cls else f"{name}.index"
+    files = [folder / file_name for folder in cache_folders(paths[0])] if cache else []
     index = next((found for file in files if (found := open_index(file, key, logger))), None)
     if index is None:
         part = _scan(paths, stats, num_classes, split)
-        _refuse_bad_classes(part.problems, num_classes)
-        index = _pack(names, stats, part, {"key": key, "name": name, "num_classes": num_classes})
+        part = part._replace(problems=sorted(problems + part.problems))
+        _refuse_bad_classes(part.problems, num_classes, split, paths[0])
+        _refuse_unreadable(part, sources)
+        if single_cls:
+            part.rows[:, 0] = 0
+        meta = {"key": key, "name": name, "num_classes": 1 if single_cls else num_classes}
+        index = _pack(names, stats, part, meta)
         index = _store(index, files, logger) or index
-    _tell(index.report, split, logger)
-    if not index.num_instances and split == "train":
-        raise UserError(
-            f"no labels in {', '.join(map(str, sources))}: training needs at least one; the label file of the first "
-            f"image would be {label_path(paths[0])}"
-        )
+    index.report.tell(split, logger)
     return index
 
 
@@ -363,16 +338,39 @@ def content_digest(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
-def _refuse_bad_classes(problems: list[Problem], num_classes: int) -> None:
+def _refuse_bad_classes(problems: list[Problem], num_classes: int, split: str, image: str) -> None:
     bad = [problem for problem in problems if problem.rule == BAD_CLASS]
     if bad:
-        files = sorted({problem.file for problem in bad})
-        shown = "\n".join(f"- {problem.file}:{problem.line}: {problem.value}" for problem in bad[:20])
-        more = f"\n... and {len(bad) - 20} more rows" if len(bad) > 20 else ""
+        files = len({problem.file for problem in bad})
         raise UserError(
-            f"class ids in {len(files)} label files are not whole numbers from 0 to {num_classes - 1}; correct them or "
-            f"the names in the data YAML\n{shown}{more}"
+            f"{split}: class ids in {files} label files are not whole numbers from 0 to {num_classes - 1}; correct "
+            f"them or the names in the data YAML\n{listed({split: bad}, image)}"
         )
+
+
+def _refuse_unreadable(part: _Part, sources: Sequence[Path]) -> None:
+    if (part.status == CORRUPT).all():
+        reasons = [problem for problem in part.problems if problem.rule in LEFT_OUT]
+        shown = "\n".join(shortened([f"  {problem}" for problem in reasons[:3]], len(reasons)))
+        places = ", ".join(map(str, sources))
+        raise UserError(f"no image of {places} can be used, all {len(part.status)} are bad\n{shown}")
+
+
+def listed(problems: dict[str, list[Problem]], image: str) -> str:
+    """Return the first problems, one a line, and where all are listed if that is elsewhere.
+
+    Args:
+        problems: by split.
+        image: any of the data set: the list is kept where caches are, for there is no run folder yet.
+    """
+    flat = [str(problem) for found in problems.values() for problem in found]
+    lines = shortened([f"  {line}" for line in flat[:LISTED]], len(flat))
+    for folder in cache_folders(image) if len(flat) > LISTED else ():
+        with contextlib.suppress(OSError), replacing(folder / "problems.csv") as descriptor:
+            os.write(descriptor, report_csv(problems).encode("utf-8", "surrogateescape"))
+            lines.append(f"  all of them: {folder / 'problems.csv'}")
+            break
+    return "\n".join(lines)
 
 
 def _pack(names: list[bytes], stats: np.ndarray, part: _Part, meta: dict[str, Any]) -> LabelIndex:
@@ -380,33 +378,25 @@ def _pack(names: list[bytes], stats: np.ndarray, part: _Part, meta: dict[str, An
     kept = part.status != CORRUPT
     names = [name for name, keep in zip(names, kept.tolist(), strict=True) if keep]
     counts = np.bincount(part.status, minlength=4).tolist()
-    report = asdict(ScanReport(counts[LABELLED], counts[MISSING], counts[EMPTY], counts[CORRUPT], part.problems))
+    background = int((part.counts[kept] == 0).sum())
+    found = ScanReport(*counts, background=background, problems=part.problems)
     arrays = {
         "names": np.frombuffer(b"".join(names), np.uint8),
         "name_offsets": np.cumsum([0, *map(len, names)], dtype=np.int64),
         "shapes": part.shapes[kept],
         "offsets": np.concatenate(([0], np.cumsum(part.counts[kept]))).astype(np.int64),
         "rows": part.rows,
-        "report": np.frombuffer(json.dumps(report).encode(), np.uint8),
+        "report": np.frombuffer(json.dumps(asdict(found)).encode(), np.uint8),
     }
+    if len(part.points):
+        arrays["polygon_offsets"] = np.concatenate(([0], np.cumsum(part.corners)))
+        arrays["points"] = part.points
     for array in arrays.values():
         array.flags.writeable = False
     return LabelIndex(arrays, {**meta, "images_digest": content_digest(b"\n".join(names), stats[kept, :2].tobytes())})
 
 
-def _tell(report: ScanReport, split: str, logger: logging.Logger) -> None:
-    """Log the report: one line, then problems, then a warning where something is likely wrong with the whole split."""
-    logger.info(f"{split}: {report.summary()}")
-    for line in report.details(10) if report.problems else []:
-        logger.warning(line)
-    if report.missing > report.total / 2:
-        logger.warning(
-            f"{report.missing} of {report.total} images in {split} HAVE NO LABEL FILE and count as background; labels "
-            "are looked for in the folder 'labels' beside the folder 'images', one .txt per image"
-        )
-
-
-# --- 4. The cache file: magic, crc32 of the header, its length, a JSON header, then the arrays, each 64-byte aligned --
+# --- 3. The cache file: magic, crc32 of the header, its length, a JSON header, then the arrays, each 64-byte aligned --
 
 
 def cache_folders(image: str) -> list[Path]:
@@ -509,13 +499,41 @@ def _reopen(file: Path, key: str) -> LabelIndex:
     return index
 
 
-def open_split(data: DataConfig, split: str) -> LabelIndex:
-    """Return the labels of one split, drawing the data set first if it is the built-in one.
+def open_splits(
+    data: DataConfig, splits: Sequence[str], *, strict: bool = False, labelled: Sequence[str] = ("train", "val")
+) -> dict[str, LabelIndex]:
+    """Return the labels of some splits, drawing the data set first if it is the built-in one.
+
+    Args:
+        data: where they are.
+        splits: their names.
+        strict: whether any problem of images and labels is a mistake.
+        labelled: splits that must have a label.
 
     Raises:
-        UserError: the split is not there, has no image or no usable labels.
+        UserError: says of all splits together what is missing or not usable.
     """
     if data.generator is not None:
         ensure_shapes(data.root)
+    problems = Problems()
+    found = {split: problems.attempt(partial(_open_split, data, split, split in labelled)) for split in splits}
+    indexes = {split: index for split, index in found.items() if index is not None}
+    wrong = {split: report.problems for split, index in indexes.items() if (report := index.report).problems}
+    if strict and wrong:
+        some = next(iter(indexes.values()))
+        count = sum(map(len, wrong.values()))
+        problems.add(f"--strict: {count} problems in {' and '.join(wrong)}\n{listed(wrong, some.path(0))}")
+    problems.raise_if_any()
+    return indexes
+
+
+def _open_split(data: DataConfig, split: str, labelled: bool) -> LabelIndex:
     check_split_paths(data, [split])
-    return build_index(getattr(data, split), data.num_classes, split=split)
+    sources = getattr(data, split)
+    index = build_index(sources, data.label_classes, split=split, single_cls=data.merged > 0)
+    if labelled and not index.num_instances:
+        raise UserError(
+            f"{split}: no labels in {', '.join(map(str, sources))}: at least one is needed; the label file of the "
+            f"first image would be {label_path(index.path(0))}"
+        )
+    return index

@@ -219,7 +219,7 @@ def _groups(kind: type[Any]) -> dict[str, list[Field[Any]]]:
 def _shown_default(item: Field[Any]) -> str:
     default = item.default if item.default_factory is MISSING else item.default_factory()
     if isinstance(default, list):
-        return " ".join(map(str, default))
+        return " ".join(map(str, default)) or "''"
     if default is None:
         return "by device"
     return "off" if default is False else str(default) or "''"

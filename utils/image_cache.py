@@ -17,6 +17,7 @@ import sys
 import tempfile
 import weakref
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,21 @@ def _let_go(descriptor: int, remove: Path | None, owner: int) -> None:
         os.close(descriptor)
         if remove is not None and os.getpid() == owner:
             remove.unlink()
+
+
+def shared_memory_beside(caches: Sequence[int]) -> int:
+    """Bytes of shared memory that are left once caches of these sizes have taken theirs; unbounded without any.
+
+    Args:
+        caches: bytes of each cache in memory, in the order in which they are made.
+    """
+    if not SHARED_MEMORY.is_dir():
+        return sys.maxsize
+    free, memory = shutil.disk_usage(SHARED_MEMORY).free, free_memory()
+    for wanted in caches:
+        taken = min(wanted, int(RAM_SHARE * min(memory, free)))
+        free, memory = free - taken, memory - taken
+    return free
 
 
 # --- Free memory -----------------------------------------------------------------------------------------------------

@@ -9,21 +9,36 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
+from utils.errors import UserError
+
+# What decoders have to say goes into our messages, which name the file.
+cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
+
 IMAGE_SUFFIXES = frozenset(["bmp", "dng", "jpeg", "jpg", "mpo", "png", "tif", "tiff", "webp", "pfm"])
 
 
-class ImageError(ValueError):
+class ImageError(UserError):
     """An image file that cannot be used; the message names the file."""
 
 
 class _Header(NamedTuple):
-    """Stored size in pixels, EXIF orientation 1 to 8, where the picture starts, the mark that must follow it."""
+    """What the first bytes of a file say.
+
+    Attributes:
+        height: as stored, pixels.
+        width: as stored, pixels.
+        orientation: of EXIF, 1 to 8.
+        start: where the picture starts.
+        end_mark: must follow it.
+        least: bytes that the file must have.
+    """
 
     height: int
     width: int
     orientation: int = 1
     start: int = 0
     end_mark: bytes = b""
+    least: int = 0
 
 
 def _orientation(exif: bytes) -> int:
@@ -80,12 +95,13 @@ def _png(data: bytes) -> _Header:
 def _webp(data: bytes) -> _Header | None:
     """Size from the first chunk (RFC 9649), orientation from EXIF behind the pixels; None for animations."""
     kind = data[12:16]
+    least = 7 + struct.unpack_from("<I", data, 4)[0]  # the last byte may be padding, which some writers forget
     if kind == b"VP8 ":
         width, height = struct.unpack_from("<HH", data, 26)
-        return _Header(height & 0x3FFF, width & 0x3FFF)
+        return _Header(height & 0x3FFF, width & 0x3FFF, least=least)
     if kind == b"VP8L":
         (bits,) = struct.unpack_from("<I", data, 21)
-        return _Header((bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1)
+        return _Header((bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1, least=least)
     if kind != b"VP8X" or data[20] & 0x02:
         return None
     width = 1 + int.from_bytes(data[24:27], "little")
@@ -95,18 +111,20 @@ def _webp(data: bytes) -> _Header | None:
         name, length = struct.unpack_from("<4sI", data, at)
         if name == b"EXIF":
             exif = data[at + 8 : at + 8 + length]
-            return _Header(height, width, _orientation(exif.removeprefix(b"Exif\0\0")))
+            return _Header(height, width, _orientation(exif.removeprefix(b"Exif\0\0")), least=least)
         at += 8 + length + length % 2
-    return _Header(height, width)
+    return _Header(height, width, least=least)
 
 
 def _bmp(data: bytes) -> _Header:
     """Size from the info header; a negative height means rows from the top."""
     if struct.unpack_from("<I", data, 14)[0] == 12:  # the old OS/2 header
-        width, height = struct.unpack_from("<HH", data, 18)
+        width, height, _, bits = struct.unpack_from("<HHHH", data, 18)
+        packing = 0
     else:
-        width, height = struct.unpack_from("<ii", data, 18)
-    return _Header(abs(height), abs(width))
+        width, height, _, bits, packing = struct.unpack_from("<iiHHI", data, 18)
+    rows = (abs(width) * bits + 31) // 32 * 4 * abs(height) if packing in (0, 3) else 0  # run-length coded: unknown
+    return _Header(abs(height), abs(width), least=struct.unpack_from("<I", data, 10)[0] + rows)
 
 
 def _parse_header(data: bytes) -> _Header | None:
@@ -144,8 +162,11 @@ def image_size(path: str) -> tuple[int, int]:
                 return file.read(limit)
 
             header = _read_header(read)
+            length = file.seek(0, os.SEEK_END)
+            if header is not None and length < header.least:
+                raise ImageError("is cut short")
             if header is not None and header.end_mark:
-                file.seek(-min(16, file.seek(0, os.SEEK_END)), os.SEEK_END)
+                file.seek(-min(16, length), os.SEEK_END)
                 # Some writers pad behind the end, so only without it close to the end the whole file is searched.
                 if header.end_mark not in file.read() and read(-1).rfind(header.end_mark, header.start) < 0:
                     raise ImageError("is cut short")

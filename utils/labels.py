@@ -1,59 +1,17 @@
-"""Label files: rows as numbers, the rules they must keep, and the report of what was found.
+"""Label files: rows as numbers, and the rules they must keep.
 
 Shape letter: M boxes of many files.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from utils.data_report import Problem
+
 TOLERANCE = 0.01  # annotation tools round; what leaves the image by up to this share is clipped, beyond it is a mistake
 NOISE = 2e-6  # rounding of labels written with six decimals; neither changed nor reported
-
-
-class Problem(NamedTuple):
-    """One finding: line is 0 where the whole file is meant; value is what stands there; rule says what is done."""
-
-    file: str
-    line: int
-    value: str
-    rule: str
-
-
-@dataclass
-class ScanReport:
-    """What a scan found: images with labels, without a label file, with an empty one, left out; and every problem."""
-
-    found: int = 0
-    missing: int = 0
-    empty: int = 0
-    corrupt: int = 0
-    problems: list[Problem] = field(default_factory=list)
-
-    @property
-    def total(self) -> int:
-        """Images looked at."""
-        return self.found + self.missing + self.empty + self.corrupt
-
-    def summary(self) -> str:
-        """One line for the log."""
-        text = f"{self.total} images: {self.found} with labels, {self.missing} without a label file"
-        text += f", {self.empty} with an empty one, {self.corrupt} left out"
-        return text + (f"; {len(self.problems)} problems" if self.problems else "")
-
-    def details(self, limit: int = 20) -> list[str]:
-        """Counts per rule, most frequent first, then up to ``limit`` problems with file, line and value."""
-        counts: dict[str, int] = {}
-        for problem in self.problems:
-            counts[problem.rule] = counts.get(problem.rule, 0) + 1
-        lines = [f"{count} x {rule}" for rule, count in sorted(counts.items(), key=lambda item: -item[1])]
-        for file, line, value, rule in self.problems[:limit]:
-            lines.append(f"{file}{f':{line}' if line else ''}: {value}: {rule}")
-        if len(self.problems) > limit:
-            lines.append(f"... and {len(self.problems) - limit} more")
-        return lines
 
 
 def label_path(image: str) -> str:
@@ -66,6 +24,7 @@ class Rows(NamedTuple):
     """Rows of many label files: image (M,) position, line (M,), box (M, 5) [class, cx, cy, w, h] cxcywhn.
 
     ``low`` and ``high`` (M,) are the smallest and largest coordinate as written (for polygons, of their points).
+    ``outline`` (M,) is the place of a polygon in the reader's ``outlines``, -1 for a box.
     """
 
     image: np.ndarray
@@ -73,6 +32,7 @@ class Rows(NamedTuple):
     box: np.ndarray
     low: np.ndarray
     high: np.ndarray
+    outline: np.ndarray
 
 
 class Verdict(NamedTuple):
@@ -174,6 +134,8 @@ class RowReader:
         self.line: list[int] = []
         self.box: list[list[float]] = []
         self.polygon_range: dict[int, tuple[float, float]] = {}  # row -> smallest and largest coordinate
+        self.outlines: list[np.ndarray] = []  # polygons, (p, 2) float32 in [0, 1]
+        self.outline: list[int] = []  # of each row, -1 for a box
 
     def read(self, image: int, name: str, text: bytes) -> bool:
         """Add the rows of one label file; False if there is nothing but blank lines in it."""
@@ -188,7 +150,9 @@ class RowReader:
             except ValueError:
                 self._report(name, number, next(word for word in words if not _is_number(word)), NOT_A_NUMBER)
                 continue
+            outline = -1
             if len(values) >= 7 and len(values) % 2:
+                outline = len(self.outlines)
                 values = self._polygon(values)
             elif len(values) != 5:
                 self._report(name, number, f"{len(values)} columns".encode(), BAD_COLUMNS)
@@ -196,6 +160,7 @@ class RowReader:
             self.image.append(image)
             self.line.append(number)
             self.box.append(values)
+            self.outline.append(outline)
         return not blank
 
     def _polygon(self, values: list[float]) -> list[float]:
@@ -203,6 +168,7 @@ class RowReader:
         points = np.array(values[1:]).reshape(-1, 2)
         self.polygon_range[len(self.box)] = points.min(), points.max()
         points = points.clip(0, 1)
+        self.outlines.append(points.astype(np.float32))
         low, high = points.min(0), points.max(0)
         return [values[0], *((low + high) / 2), *(high - low)]
 
@@ -215,7 +181,8 @@ class RowReader:
         low, high = (box[:, 1:].min(1), box[:, 1:].max(1)) if len(box) else (np.empty(0), np.empty(0))
         for row, (smallest, largest) in self.polygon_range.items():
             low[row], high[row] = smallest, largest
-        return Rows(np.array(self.image, np.int64), np.array(self.line, np.int64), box, low, high)
+        outline = np.array(self.outline, np.int64)
+        return Rows(np.array(self.image, np.int64), np.array(self.line, np.int64), box, low, high, outline)
 
 
 def _is_number(word: bytes) -> bool:

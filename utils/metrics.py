@@ -228,6 +228,11 @@ class Metrics:
         """The scalar that picks the best checkpoint."""
         return fitness(self.map50, self.map)
 
+    def value(self, name: str) -> float:
+        """Return the mean that a name of ``utils.config.METRICS`` stands for; the larger the better."""
+        values = {"fitness": self.fitness, "mAP50": self.map50, "mAP50-95": self.map, "precision": self.p}
+        return float((values | {"recall": self.r, "F1": _mean(self.per_class.f1)})[name])
+
     @property
     def class_maps(self) -> FloatArray:
         """(num_classes,) mAP50-95 of every class; a class without labels has the mean, which favors nobody."""
@@ -291,6 +296,23 @@ def format_table(rows: Sequence[TableRow]) -> str:
     for name, images, instances, *figures in rows:
         lines.append(f"{name:>{width}}{images:>11}{instances:>11}" + "".join(f"{figure:>11.3f}" for figure in figures))
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class ImageResult:
+    """What a validation found in one image.
+
+    Attributes:
+        batch: number of its batch in the split.
+        index: its place in the label index.
+        detections: (K, 6) [x1, y1, x2, y2, confidence, class], pixels of the original image, best first.
+        labels: (L, 5) [class, x1, y1, x2, y2], likewise.
+    """
+
+    batch: int
+    index: int
+    detections: FloatArray
+    labels: FloatArray
 
 
 class ConfusionMatrix:

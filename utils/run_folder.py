@@ -31,22 +31,24 @@ def create_run_dir(project: str, name: str, exist_ok: bool = False) -> Path:
     Raises:
         UserError: the folder can't be made.
     """
-    parent = Path(project)
+    run_dir = first = Path(project) / name
     number = 1
-    while True:
-        run_dir = parent / (name if number == 1 else f"{name}{number}")
-        try:
-            run_dir.mkdir(parents=True, exist_ok=exist_ok)
-            return run_dir
-        except FileExistsError:
-            if exist_ok:
-                raise UserError(f"--project / --name: {run_dir} is a file, not a folder; choose another name") from None
-            number += 1
-        except OSError as error:
-            raise UserError(
-                f"--project {project}: the run folder {run_dir} can't be made ({error.strerror}); "
-                "choose a folder you can write to"
-            ) from error
+    try:
+        first.parent.mkdir(parents=True, exist_ok=True)  # by itself: a link to nowhere is not a run that is there
+        while True:
+            try:
+                run_dir.mkdir(exist_ok=exist_ok)
+                return run_dir
+            except FileExistsError:
+                if exist_ok:
+                    raise
+                number += 1
+                run_dir = first.with_name(f"{first.name}{number}")
+    except OSError as error:
+        raise UserError(
+            f"--project {project}: the run folder {run_dir} can't be made ({error.strerror}); "
+            "choose a folder you can write to"
+        ) from error
 
 
 def write_description(
@@ -125,14 +127,14 @@ def find_resumable(resume: str, project: str) -> list[tuple[Path, Path]]:
         if not _checkpoints(path):
             raise UserError(f"--resume {resume}: no weights/last.pt there; name a run folder such as {project}/exp")
         return [(path, path / "weights" / "last.pt")]
-    newest = {
-        max(path.stat().st_mtime for path in found): run
+    saved = {
+        run: max(path.stat().st_mtime for path in found)
         for run in Path(project).glob("*")
         if (found := _checkpoints(run))
     }
-    if not newest:
+    if not saved:
         raise UserError(f"--resume: no run with weights/last.pt under {project}; name a run folder: --resume FOLDER")
-    return [(newest[time], newest[time] / "weights" / "last.pt") for time in sorted(newest, reverse=True)]
+    return [(run, run / "weights" / "last.pt") for run in sorted(saved, key=saved.__getitem__, reverse=True)]
 
 
 def _checkpoints(run_dir: Path) -> list[Path]:

@@ -13,10 +13,12 @@ from models.families import Family
 from models.yolo import DetectionModel
 from utils.config import Hyp, TrainConfig, config_to_dict
 from utils.data_config import DataConfig
+from utils.dataloaders import choose_val_batch
 from utils.dataset import LabelIndex
 from utils.logging import DeviceMeter, get_logger
 from utils.loss import DetectionLoss
 from utils.optim import Schedule, load_optimizer
+from utils.plots import Plots
 from utils.run_folder import versions
 from utils.torch_utils import (
     BatchPlan,
@@ -40,7 +42,8 @@ class TrainState:
         batch: micro-batches of it that are done.
         step: optimizer steps so far.
         since_step: micro-batches since the last step.
-        best_fitness: of all validations so far; -1 before the first.
+        skipped: windows so far whose gradient was not finite; nothing of them was kept.
+        best_fitness: the best value of ``--metric`` in all validations so far; -1 before the first.
         best_epoch: the epoch it was reached in.
         class_maps: mAP50-95 of each class at the last validation.
         stopped: whether the run ended early, by ``--patience``.
@@ -50,6 +53,7 @@ class TrainState:
     batch: int = 0
     step: int = 0
     since_step: int = 0
+    skipped: int = 0
     best_fitness: float = -1.0
     best_epoch: int = 0
     class_maps: list[float] = field(default_factory=list)
@@ -80,6 +84,7 @@ class Run:
     ema: ModelEMA[DetectionModel]
     buffers: BufferSnapshot
     meter: DeviceMeter
+    plots: Plots
     state: TrainState
 
     @property
@@ -89,8 +94,8 @@ class Run:
 
     @property
     def val_batch(self) -> int:
-        """Images of a validation batch; no more than of a training batch, so that it needs no more memory."""
-        return self.config.val_batch or min(self.plan.global_batch, 32)
+        """Images of a validation batch."""
+        return choose_val_batch(self.config.val_batch, self.plan.global_batch)
 
 
 def save(run: Run, better: bool, final: bool) -> bool:

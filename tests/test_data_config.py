@@ -1,0 +1,195 @@
+"""The YAML of a data set: paths, class names, suggested flags, and what a mistake costs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.common import PROJECT
+from utils.config import TrainConfig, load_hyp
+from utils.data_config import DataConfig, build_train_config, check_split_paths, load_data
+from utils.errors import UserError
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+DATA = "path: set\ntrain: images/train\nval: images/val\nnames: [cat, dog]\n"
+
+
+def test_data(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.yaml", DATA + "test: [images/a, lists/b.txt]\nnc: 2\ndownload: https://x/y.zip\n")
+    (tmp_path / "set").mkdir()
+    root = tmp_path / "set"
+    assert load_data(path) == DataConfig(
+        path=path,
+        root=root,
+        train=[root / "images" / "train"],
+        val=[root / "images" / "val"],
+        test=[root / "images" / "a", root / "lists" / "b.txt"],
+        names=["cat", "dog"],
+        download="https://x/y.zip",
+    )
+    assert load_data(path).num_classes == 2
+
+
+def test_the_root_of_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The YAML's folder, then the current folder, then the project; absolute paths as they are."""
+    yaml_folder, cwd = tmp_path / "yamls", tmp_path / "cwd"
+    path = write(yaml_folder / "d.yaml", DATA)
+    cwd.mkdir()
+    monkeypatch.chdir(cwd)
+    assert load_data(path).root == PROJECT / "set"
+    (cwd / "set").mkdir()
+    assert load_data(path).root == cwd / "set"
+    (yaml_folder / "set").mkdir()
+    assert load_data(path).root == yaml_folder / "set"
+    absolute = write(yaml_folder / "e.yaml", DATA.replace("path: set", f"path: {tmp_path}/far"))
+    assert load_data(absolute).root == tmp_path / "far"
+    without = write(yaml_folder / "f.yaml", DATA.replace("path: set\n", ""))
+    assert load_data(without).train == [yaml_folder / "images" / "train"]
+    outside = write(yaml_folder / "g.yaml", DATA.replace("images/train", f"{tmp_path}/t").replace("images/val", "../v"))
+    assert load_data(outside).train + load_data(outside).val == [tmp_path / "t", yaml_folder / "v"]
+
+
+def test_names_by_id(tmp_path: Path) -> None:
+    text = DATA.replace("[cat, dog]", "{1: dog, 0: cat}")
+    assert load_data(write(tmp_path / "d.yaml", text)).names == ["cat", "dog"]
+    numbers = DATA.replace("[cat, dog]", "[0, 1]")
+    assert load_data(write(tmp_path / "e.yaml", numbers)).names == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("train:", "tarin:", "tarin is not a key; did you mean train?"),
+        ("val:", "valid:", "valid is not a key; did you mean val?"),
+        ("names:", "name:", "name is not a key; did you mean names?"),
+        ("val: images/val\n", "", "val is missing"),
+        ("names: [cat, dog]", "nc: 2", "names is missing"),
+        ("[cat, dog]", "[]", "names takes a list of class names"),
+        ("[cat, dog]", "cat", "names takes a list of class names"),
+        ("[cat, dog]", "{0: cat, 2: dog}", "names has the class id 2, but ids run from 0 to 1 without gaps"),
+        ("[cat, dog]", "{1: cat, 2: dog}", "names has the class id 2, but ids run from 0 to 1 without gaps"),
+        ("[cat, dog]", "{true: cat, 0: dog}", "names has the class id True"),
+        ("[cat, dog]", "[cat, no]", "names: class 1 is False, not a text"),
+        ("[cat, dog]", "[cat, null]", "names: class 1 is None, not a text"),
+        ("path: set", "nc: 3", "nc says 3 classes, names lists 2"),
+        ("path: set", "path: [a]", "path takes a text, not a list"),
+        ("path: set", "download: {a: b}", "download takes a text, not keys and values"),
+        ("path: set", "generator: shape", "generator is shapes, not 'shape'; did you mean shapes?"),
+        ("images/train", "{a: b}", "train takes a folder, a .txt list, or a list of these, not {'a': 'b'}"),
+        ("images/train", "[a, 3]", "train takes a folder, a .txt list, or a list of these, not ['a', 3]"),
+    ],
+)
+def test_mistakes_in_data(old: str, new: str, words: str, tmp_path: Path) -> None:
+    assert old in DATA
+    path = write(tmp_path / "d.yaml", DATA.replace(old, new))
+    with pytest.raises(UserError) as info:
+        load_data(path)
+    assert str(info.value).startswith(f"{path}: {words}"), str(info.value)
+
+
+def test_all_mistakes_in_data_come_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.yaml", "tarin: a\nnames: {0: a, 5: b}\n")
+    with pytest.raises(UserError) as info:
+        load_data(path)
+    assert str(info.value).splitlines()[0] == "3 problems"
+    assert str(info.value).count(str(path)) == 3
+
+
+def test_notes_in_data_are_welcome(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.yaml", DATA + "roboflow: {license: MIT, version: 1}\nauthor: me\ngenerator: shapes\n")
+    assert load_data(path).generator == "shapes"
+
+
+def test_missing_split_folders(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.yaml", DATA)
+    (tmp_path / "set" / "images" / "tarin").mkdir(parents=True)
+    (tmp_path / "set" / "images" / "val").mkdir()
+    data = load_data(path)
+    with pytest.raises(UserError) as info:
+        check_split_paths(data)
+    assert str(info.value) == f"{path}: train: {data.train[0]} does not exist; did you mean tarin?"
+    with pytest.raises(UserError, match="there is no test split; add a line test: FOLDER"):
+        check_split_paths(data, ["test"])
+    assert check_split_paths(data, ["val"]) == {"val": data.val}
+
+
+def test_paths_one_folder_too_high(tmp_path: Path) -> None:
+    """Exported YAMLs often say ../train/images for train/images."""
+    path = write(tmp_path / "set" / "d.yaml", "train: ../train/images\nval: val/images\nnames: [a]\n")
+    (tmp_path / "set" / "train" / "images").mkdir(parents=True)
+    (tmp_path / "set" / "val" / "images").mkdir(parents=True)
+    with pytest.raises(UserError) as info:
+        check_split_paths(load_data(path))
+    assert str(info.value).endswith(f"does not exist; did you mean {Path('train/images')}?")
+
+
+# Suggested flags ------------------------------------------------------------------------------------------------------
+
+SUGGESTED = "defaults: {imgsz: 96, batch-size: 8, optimizer: AdamW, cos_lr: true, hyp: hyp.scratch-high.yaml}\n"
+
+
+def given(path: Path, **typed: Any) -> dict[str, Any]:
+    return {"data": str(path), **typed}
+
+
+def test_suggested_flags_stand_in_for_the_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.yaml", DATA + SUGGESTED)
+    config = build_train_config(given(path))
+    expected = TrainConfig(
+        data=str(path), imgsz=96, batch_size=8, optimizer="AdamW", cos_lr=True, hyp="hyp.scratch-high.yaml"
+    )
+    assert config == expected
+    assert load_data(path).defaults["batch_size"] == 8
+    assert load_data(write(tmp_path / "e.yaml", DATA)).defaults == {}
+
+
+def test_what_was_typed_wins(tmp_path: Path) -> None:
+    """Also where it is the program's own default."""
+    path = write(tmp_path / "d.yaml", DATA + SUGGESTED)
+    config = build_train_config(given(path, imgsz=TrainConfig.imgsz, optimizer="SGD", epochs=3))
+    assert (config.imgsz, config.optimizer, config.epochs, config.batch_size) == (TrainConfig.imgsz, "SGD", 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{imgsz: big}", "defaults: --imgsz takes a whole number, not 'big'"),
+        ("{imgsz: 8}", "defaults: --imgsz must be at least 32, not 8"),
+        ("{optimizer: adamw}", "defaults: --optimizer is one of SGD, Adam, AdamW, not 'adamw'; did you mean AdamW?"),
+        ("{img: 64}", "defaults: img is not one of imgsz, "),
+        ("{epoch: 64}", "defaults: epoch is not one of imgsz, epochs, batch_size, "),
+        ("[1]", "defaults takes flags of train.py and values, not a list"),
+        ("64", "defaults takes flags of train.py and values, not 64"),
+    ],
+)
+def test_mistakes_in_suggested_flags(text: str, words: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "d.yaml", f"{DATA}defaults: {text}\n")
+    with pytest.raises(UserError) as info:
+        load_data(path)
+    assert str(info.value).startswith(f"{path}: {words}"), str(info.value)
+    # a run reports it with what else is wrong, so the settings alone do not fail
+    assert build_train_config(given(path)).imgsz == TrainConfig.imgsz
+
+
+@pytest.mark.parametrize("name", ["project", "weights", "device", "exist_ok", "resume", "cfg", "workers", "seed"])
+def test_a_data_set_may_not_say_where_to_write_or_what_to_load(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "d.yaml", f"{DATA}defaults: {{{name}: x}}\n")
+    with pytest.raises(UserError, match=f"defaults: {name} is not one of imgsz"):
+        load_data(path)
+
+
+def test_the_built_in_data_set() -> None:
+    """What a bare train.py uses."""
+    config = build_train_config({})
+    data = load_data(config.data)
+    assert (data.path, data.generator) == (PROJECT / "data/shapes.yaml", "shapes")
+    assert data.root == PROJECT / "datasets" / "shapes"
+    assert {name: getattr(config, name) for name in data.defaults} == data.defaults
+    assert data.defaults["imgsz"] < TrainConfig.imgsz
+    load_hyp(config.hyp)

@@ -1,0 +1,441 @@
+"""Detection through the command line: pictures in, files out, all of them telling the same."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+import detect
+from models.yolo import DetectionModel, load_state
+from tests.common import PROJECT, SHARED, needs_shared
+from tests.test_sources import Handler, Server, exif_rotated, make_video, picture, write
+from utils.config import load_yaml, parse_detect
+from utils.errors import UserError
+from utils.sources import safe_name
+from utils.torch_utils import save_checkpoint
+
+NAMES = ["cat", "traffic light", "a/b"]
+PHOTOS = SHARED / "datasets/coco128/images/train2017"
+
+
+def checkpoint(path: Path, state: dict[str, torch.Tensor] | None, names: list[str], imgsz: int) -> Path:
+    """Write weights as training leaves them; without a state an untrained network that sees objects everywhere."""
+    spec = load_yaml(PROJECT / "models/yolov5n.yaml")
+    torch.manual_seed(0)
+    model = DetectionModel(spec, len(names), names)
+    if state is not None:
+        load_state(model, state, strict=True)
+    else:
+        with torch.no_grad():
+            for conv in model.detect.m:
+                bias, weight = (conv.get_parameter(name).view(3, 5 + len(names), -1) for name in ("bias", "weight"))
+                bias[:, 4], bias[:, 5:] = 1.0, 0.0
+                weight[:, 4:] *= 3e5  # an untrained network's maps are nearly flat
+    content = {"spec": spec, "names": names, "model": model.state_dict(), "config": {"imgsz": imgsz}}
+    save_checkpoint(content, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("weights") / "weights.pt", None, NAMES, 128)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(weights: Path, source: object, *flags: str) -> Path:
+    """Detect and return the run folder."""
+    detect.main(["--weights", str(weights), "--source", str(source), "--name", "run", "--device", "cpu", *flags])
+    return sorted(Path("runs/detect").iterdir(), key=lambda path: path.stat().st_mtime_ns)[-1]
+
+
+def table(run_dir: Path) -> dict[str, np.ndarray]:
+    """predictions.csv: (K, 6) [x1, y1, x2, y2, confidence, class] by image, in pixels."""
+    found: dict[str, list[list[float]]] = {}
+    with (run_dir / "predictions.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            numbers = [float(row[key]) for key in ("X1", "Y1", "X2", "Y2", "Confidence", "Class")]
+            stem = Path(row["Image Name"]).stem + (f"_{row['Frame']}" if row["Frame"] != "0" else "")
+            found.setdefault(stem, []).append(numbers)
+    return {name: np.array(rows) for name, rows in found.items()}
+
+
+def label_boxes(path: Path, width: int, height: int, corners: bool = False) -> np.ndarray:
+    """A label file as (K, 6), in pixels."""
+    rows = np.loadtxt(path, ndmin=2)
+    low, high = (
+        (rows[:, 1:3], rows[:, 3:5]) if corners else (rows[:, 1:3] - rows[:, 3:5] / 2, rows[:, 1:3] + rows[:, 3:5] / 2)
+    )
+    size = np.array([width, height])
+    return np.hstack([low * size, high * size, rows[:, 5:], rows[:, :1]])
+
+
+def load(path: Path) -> np.ndarray:
+    image = cv2.imread(str(path))
+    assert image is not None, path
+    return np.asarray(image, np.uint8)
+
+
+def read_video(path: Path) -> tuple[list[np.ndarray], float]:
+    capture = cv2.VideoCapture(str(path))
+    assert capture.isOpened()
+    frames = []
+    while (got := capture.read())[0]:
+        frames.append(got[1])
+    return frames, capture.get(cv2.CAP_PROP_FPS)
+
+
+# ---- the figures ----
+
+
+@needs_shared
+def test_real_image_has_the_recorded_detections(tmp_path: Path) -> None:
+    """The recorded ones are rounded to whole pixels; letterboxed to 256 x 320."""
+    recorded = np.load(SHARED / "golden/yolov5n_bccd_forward.npz")
+    arrays = np.load(SHARED / "golden/yolov5n_bccd_state.npz")
+    state = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    path = checkpoint(tmp_path / "bccd.pt", state, ["RBC", "WBC", "Platelets"], 320)
+    image = SHARED / "datasets/bccd/images/val" / str(recorded["image_name"])
+    run_dir = run(path, image, "--save-csv")
+    found, wanted = table(run_dir)[image.stem], recorded["detections_xyxy_conf_cls"]
+    assert found.shape == wanted.shape and (found[:, 5] == wanted[:, 5]).all()
+    assert np.abs(found[:, :4] - wanted[:, :4]).max() < 0.52
+    assert np.abs(found[:, 4] - wanted[:, 4]).max() < 1e-3
+    pixels = load(image)
+    assert detect.fit(pixels, (320, 320), 32).pixels.shape == tuple(recorded["letterboxed_rgb_shape"][[2, 3, 1]])
+
+
+@pytest.mark.parametrize(
+    ("shape", "imgsz", "inner", "outer"),
+    [
+        ((480, 640), (320, 320), (240, 320), (256, 320)),
+        ((641, 427), (640, 640), (640, 426), (640, 448)),  # sides rounded: 426.3
+        ((100, 100), (320, 640), (320, 320), (320, 320)),
+        ((100, 300), (320, 640), (213, 640), (224, 640)),
+        ((10, 3000), (320, 320), (1, 320), (32, 320)),
+    ],
+)
+def test_pictures_keep_their_proportions(
+    shape: tuple[int, int], imgsz: tuple[int, int], inner: tuple[int, int], outer: tuple[int, int]
+) -> None:
+    entry = detect.fit(picture(255, *shape), imgsz, 32)
+    assert entry.pixels.shape[:2] == outer
+    rows, columns = np.nonzero((entry.pixels == 255).all(2))
+    assert (rows.max() - rows.min() + 1, columns.max() - columns.min() + 1) == inner
+    assert (rows.min(), columns.min()) == (entry.top, entry.left)
+    assert entry.top in ((outer[0] - inner[0]) // 2, (outer[0] - inner[0] + 1) // 2)
+    assert (entry.pixels[: entry.top] == 114).all()
+
+
+# ---- what is written ----
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty real photos of many sizes; drawn ones where there are none."""
+    folder = tmp_path_factory.mktemp("photos")
+    paths = sorted(PHOTOS.glob("*.jpg"))[:20] or sorted((PROJECT / "data/images").glob("*.jpg"))
+    for path in paths:
+        (folder / path.name).symlink_to(path)
+    return folder
+
+
+def test_txt_csv_and_crops_agree_with_the_boxes(weights: Path, photos: Path) -> None:
+    flags = ("--save-txt", "--save-conf", "--save-csv", "--save-crop", "--max-det", "12")
+    run_dir = run(weights, photos, *flags)
+    found = table(run_dir)
+    images = {path.stem: load(path) for path in photos.iterdir()}
+    assert len(found) == len(images) >= 6 and sum(map(len, found.values())) > 50
+    assert {path.stem for path in run_dir.glob("*.jpg")} == set(images)
+    crops = Counter(path.parent.name for path in run_dir.glob("crops/*/*.jpg"))
+    assert crops == Counter(safe_name(NAMES[int(row[5])]) for rows in found.values() for row in rows)
+    for name, image in images.items():
+        height, width = image.shape[:2]
+        rows = label_boxes(run_dir / f"labels/{name}.txt", width, height)
+        assert np.abs(rows[:, :4] - found[name][:, :4]).max() < 0.02
+        assert np.abs(rows[:, 4] - found[name][:, 4]).max() < 1e-4 and (rows[:, 5] == found[name][:, 5]).all()
+        assert rows[:, :4].min() > -0.01 and (rows[:, 2:4].max(0) < [width + 0.01, height + 0.01]).all()
+        best = found[name][0]
+        (left, top), (right, bottom) = np.floor(best[:2]).astype(int), np.ceil(best[2:4]).astype(int)
+        written = load(run_dir / f"crops/{safe_name(NAMES[int(best[5])])}/{name}.jpg")
+        assert written.shape == (bottom - top, right - left, 3)
+        assert np.abs(written.astype(int) - image[top:bottom, left:right]).mean() < 12  # JPEG
+        drawn = load(run_dir / f"{name}.jpg")
+        assert drawn.shape == image.shape and np.abs(drawn.astype(int) - image).mean() > 0.3
+
+
+def test_corner_rows_and_no_pictures(weights: Path, photos: Path) -> None:
+    run_dir = run(weights, photos, "--save-txt", "--save-format", "1", "--save-csv", "--nosave", "--max-det", "5")
+    found = table(run_dir)
+    for path in photos.iterdir():
+        height, width = load(path).shape[:2]
+        rows = label_boxes(run_dir / f"labels/{path.stem}.txt", width, height, corners=True)
+        assert rows.shape[1] == 5  # no confidences unless asked for
+        assert np.abs(rows[:, :4] - found[path.stem][:, :4]).max() < 0.02
+    assert not list(run_dir.glob("*.jpg"))
+
+
+def test_batches_change_nothing(weights: Path, photos: Path) -> None:
+    """Pictures of many shapes, several in a forward pass, come back in their order with their own boxes."""
+    one = table(run(weights, photos, "--save-csv", "--nosave", "--max-det", "10"))
+    many = table(run(weights, photos, "--save-csv", "--nosave", "--max-det", "10", "--batch-size", "7"))
+    assert list(one) == list(many)
+    for name in one:
+        assert one[name] == pytest.approx(many[name], abs=0.05)
+
+
+def test_classes_are_kept_and_all_others_left_out(weights: Path, photos: Path) -> None:
+    flags = ("--save-csv", "--nosave", "--conf-thres", "0.5")
+    everything = table(run(weights, photos, *flags))
+    some = table(run(weights, photos, *flags, "--classes", "2", "0"))
+    for name, rows in everything.items():
+        assert np.array_equal(some.get(name, np.zeros((0, 6))), rows[rows[:, 5] != 1])
+    assert {row[5] for rows in everything.values() for row in rows} == {0, 1, 2}
+
+
+def overlaps(rows: np.ndarray) -> np.ndarray:
+    """IoU of each pair of rows, 0 with itself."""
+    low, high = np.maximum(rows[:, None, :2], rows[None, :, :2]), np.minimum(rows[:, None, 2:4], rows[None, :, 2:4])
+    common = (high - low).clip(0).prod(2)
+    area = (rows[:, 2:4] - rows[:, :2]).prod(1)
+    return common / (area[:, None] + area[None] - common) * (1 - np.eye(len(rows)))
+
+
+def test_agnostic_suppression(weights: Path, photos: Path) -> None:
+    """Inside the image no two boxes overlap much, whatever their classes; without the flag some of two classes do."""
+    flags = ("--save-csv", "--nosave", "--max-det", "60", "--iou-thres", "0.4")
+    image = next(photos.iterdir())
+    height, width = load(image).shape[:2]
+
+    def inner(rows: np.ndarray) -> np.ndarray:  # boxes were clipped after the suppression, those at the edge changed
+        return rows[(rows[:, :2] > 0).all(1) & (rows[:, 2] < width) & (rows[:, 3] < height)]
+
+    assert overlaps(inner(table(run(weights, image, *flags, "--agnostic-nms"))[image.stem])).max() < 0.41
+    assert overlaps(inner(table(run(weights, image, *flags))[image.stem])).max() > 0.5
+
+
+def test_odd_images(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "odd"
+    write(folder / "grey.png", picture(60, 20, 40)[..., 0])
+    write(folder / "alpha.png", np.full((20, 40, 4), 80, np.uint8))
+    write(folder / "deep.tif", np.full((20, 40, 3), 30000, np.uint16))
+    write(folder / "\u732b mit \u00fcber [1] 100%.jpg", picture(90, 30, 50))
+    write(folder / "one.png", picture(90, 1, 1))
+    write(folder / "line.bmp", picture(90, 2, 700))
+    exif_rotated(folder / "turned.jpg", picture(90, 20, 40))
+    (folder / "broken.jpg").write_bytes(b"no image")
+    run_dir = run(weights, folder, "--save-txt", "--save-csv", "--save-crop", "--max-det", "3", "--batch-size", "3")
+    assert {path.name for path in run_dir.iterdir() if path.is_file()} == (
+        {path.name for path in folder.iterdir()} - {"broken.jpg"} | {"predictions.csv"}
+    )
+    assert load(run_dir / "turned.jpg").shape == (40, 20, 3)
+    printed = capsys.readouterr().out
+    assert "broken.jpg" in printed and "1 of 8 files could not be read" in printed
+    assert "in 7 of 7 pictures" in printed and "speed per image: prepare" in printed and "results in runs" in printed
+
+
+def test_same_names_do_not_overwrite_each_other(weights: Path, tmp_path: Path) -> None:
+    for name, value in (("x/a.jpg", 40), ("y/a.jpg", 90), ("y/a.png", 200)):
+        write(tmp_path / name, picture(value, 64, 64))
+    run_dir = run(weights, tmp_path / "?/a.*", "--save-txt", "--save-crop", "--max-det", "2", "--conf-thres", "0")
+    assert {path.name for path in run_dir.glob("*.*g")} == {"a.jpg", "a-2.jpg", "a-3.png"}
+    assert {path.name for path in run_dir.glob("labels/*")} == {"a.txt", "a-2.txt", "a-3.txt"}
+    assert len(list(run_dir.glob("crops/*/*"))) == 6
+
+
+def test_a_second_run_into_the_folder_starts_its_files_afresh(weights: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.png", picture(90, 64, 64))
+    flags = ("--save-txt", "--save-csv", "--save-crop", "--exist-ok")
+    run_dir = run(weights, path, *flags, "--max-det", "5")
+    first = (run_dir / "labels/a.txt").read_text(), (run_dir / "predictions.csv").read_text()
+    assert run(weights, path, *flags, "--max-det", "5") == run_dir
+    assert ((run_dir / "labels/a.txt").read_text(), (run_dir / "predictions.csv").read_text()) == first
+    run(weights, path, *flags, "--conf-thres", "1")
+    assert not (run_dir / "labels/a.txt").exists()  # nothing was found
+    assert len((run_dir / "predictions.csv").read_text().splitlines()) == 1
+
+
+def test_drawing_flags(weights: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.png", picture(90, 200, 300))
+
+    def changed(*flags: str) -> int:
+        drawn = load(run(weights, path, "--max-det", "1", *flags) / "a.png")
+        return int(np.count_nonzero(drawn.max(2) != 90))
+
+    bare, name_only, both = changed("--hide-labels"), changed("--hide-conf"), changed()
+    assert 0 < bare < name_only < both
+    assert changed("--hide-labels", "--line-thickness", "9") > 2 * bare
+
+
+# ---- videos and streams ----
+
+
+def test_video(weights: Path, tmp_path: Path) -> None:
+    """As many frames of the same size at the same speed; a label file for each frame."""
+    path = make_video(tmp_path / "my clip.mp4", 12, fps=12.5, size=(66, 50))
+    run_dir = run(weights, path, "--save-txt", "--save-csv", "--batch-size", "5", "--max-det", "4")
+    frames, fps = read_video(run_dir / "my clip.mp4")
+    assert (len(frames), frames[0].shape, fps) == (12, (50, 66, 3), 12.5)
+    assert {path.stem for path in run_dir.glob("labels/*.txt")} == {f"my clip_{number}" for number in range(1, 13)}
+    rows = label_boxes(run_dir / "labels/my clip_7.txt", 66, 50)
+    assert np.abs(rows[:, :4] - table(run_dir)["my clip_7"][:, :4]).max() < 0.02
+
+
+def test_video_stride_and_images_beside_videos(weights: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    write(folder / "a.jpg", picture(90, 48, 64))
+    make_video(folder / "b.avi", 7)
+    make_video(folder / "c.mp4", 4)
+    run_dir = run(weights, folder, "--save-txt", "--vid-stride", "3", "--batch-size", "4", "--max-det", "3")
+    assert {path.name for path in run_dir.glob("*.*")} == {"a.jpg", "b.mp4", "c.mp4"}
+    assert {path.stem for path in run_dir.glob("labels/*")} == {"a", "b_1", "b_4", "b_7", "c_1", "c_4"}
+    assert (len(read_video(run_dir / "b.mp4")[0]), len(read_video(run_dir / "c.mp4")[0])) == (3, 2)
+    assert read_video(run_dir / "b.mp4")[1] == pytest.approx(10 / 3, abs=0.01)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_http_stream_to_its_end(weights: Path, server: Server) -> None:
+    server.frames, server.pause, server.connection_limit = 12, 0.05, 1
+    run_dir = run(weights, f"{server.url}/cam", "--save-txt", "--stream-timeout", "1", "--max-det", "3")
+    name = f"127.0.0.1_{server.server_port}_cam"
+    frames, _ = read_video(run_dir / f"{name}.mp4")
+    assert 3 <= len(frames) <= 12 and frames[0].shape == (48, 64, 3)
+    assert len(list(run_dir.glob(f"labels/{name}_*.txt"))) == len(frames)
+
+
+def test_streams_side_by_side(weights: Path, tmp_path: Path) -> None:
+    path = tmp_path / "all.streams"
+    path.write_text("".join(f"{make_video(tmp_path / name, 5)}\n" for name in ("a.avi", "b.avi")))
+    run_dir = run(weights, path, "--save-txt", "--max-det", "3")
+    assert [len(read_video(run_dir / f"{name}.mp4")[0]) for name in "ab"] == [5, 5]
+
+
+def test_ctrl_c_ends_a_stream_with_a_whole_video(weights: Path, server: Server, tmp_path: Path) -> None:
+    server.frames, server.pause = 100_000, 0.02
+    command = [sys.executable, str(PROJECT / "detect.py"), "--weights", str(weights), "--device", "cpu"]
+    process = subprocess.Popen(
+        [*command, "--source", f"{server.url}/cam", "--save-txt", "--max-det", "3"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    run_dir = tmp_path / "runs/detect/exp"
+    end = time.monotonic() + 150
+    while len(list(run_dir.glob("labels/*"))) < 3 and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in error and "results in runs" in out
+    assert read_video(next(run_dir.glob("*.mp4")))[0]
+
+
+# ---- defaults and mistakes ----
+
+
+def test_shipped_pictures_are_the_default(weights: Path) -> None:
+    pictures = sorted((PROJECT / "data/images").iterdir())
+    assert len(pictures) >= 6 and all(path.stat().st_size < 40_000 for path in pictures)
+    detect.main(["--weights", str(weights), "--max-det", "3", "--device", "cpu"])
+    assert sorted(path.name for path in Path("runs/detect/exp").iterdir()) == [path.name for path in pictures]
+
+
+def test_augment_and_two_image_sizes(weights: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.png", picture(90, 64, 100))
+    found = table(run(weights, path, "--augment", "--imgsz", "64", "160", "--save-csv", "--max-det", "3"))
+    assert len(found["a"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--source", "nowhere.jpg"], "no such file"),
+        (["--source", "none"], "holds no image"),
+        (["--source", "x*.jpg"], "matches this pattern"),
+        (["--source", "broken"], "nothing in it can be read"),
+        (["--source", "http://127.0.0.1:9/x", "--stream-timeout", "1"], "no picture comes from"),
+        (["--source", "a.png", "--half"], "--half"),
+        (["--source", "a.png", "--classes", "0", "3"], "the classes 0 to 2"),
+        (["--source", "a.png", "--imgsz", "64", "16"], "--imgsz 16 is below"),
+        (["--source", "a.png", "--weights", "a.png"], "not a checkpoint"),
+        (["--source", "a.png", "--project", "a.png"], "a.png"),
+    ],
+)
+def test_mistakes_leave_nothing_behind(weights: Path, tmp_path: Path, flags: list[str], message: str) -> None:
+    write(tmp_path / "a.png", picture(90, 64, 64))
+    (tmp_path / "none").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/a.jpg").write_bytes(b"no image")
+    with pytest.raises(UserError) as error:
+        detect.main(["--weights", str(weights), "--device", "cpu", *flags])
+    assert message in str(error.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_several_mistakes_are_told_together(weights: Path) -> None:
+    with pytest.raises(UserError) as error:
+        detect.main(["--weights", "gone.pt", "--source", "gone.jpg", "--half", "--device", "cpu"])
+    assert len(error.value.messages) == 3
+
+
+def test_view_img_without_a_display(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "QT_QPA_PLATFORM"):
+        monkeypatch.delenv(name, raising=False)
+    if sys.platform == "linux":
+        with pytest.raises(UserError, match="--view-img"):
+            detect.main(["--weights", str(weights), "--view-img", "--device", "cpu"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--imgsz", "1", "2", "3"], "--imgsz takes one number"),
+        (["--save-conf"], "--save-txt"),
+        (["--dnn"], "--dnn is not available yet"),
+        (["--data", "coco.yaml"], "--data is not available yet"),
+        (["--update"], "--update is not available yet"),
+        (["--save-format", "2"], "--save-format"),
+        (["--conf", "2"], "--conf"),
+        (["--device", "0,1"], "not available yet"),
+    ],
+)
+def test_flags_that_make_no_sense(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_detect(["--weights", "x.pt", *flags])
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_wrong_flags_cost_no_torch() -> None:
+    """The status and the message come before anything large is imported."""
+    code = (
+        "import runpy, sys; sys.argv = ['detect.py', '--sauce', 'x']\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'cv2' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["2", "False", "False"], done.stderr
+    assert "did you mean --source" in done.stderr

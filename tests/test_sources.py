@@ -1,0 +1,302 @@
+"""Where pictures come from: what a text means, odd files, videos, streams that stall, break and come back."""
+
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from utils.errors import UserError
+from utils.sources import Frame, Source, count_pictures, find_sources, open_streams, read_files, read_streams
+
+
+def write(path: Path, image: np.ndarray) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(cv2.imencode(path.suffix, image)[1].tobytes())
+    return path
+
+
+def picture(value: int = 100, height: int = 12, width: int = 16) -> np.ndarray:
+    return np.full((height, width, 3), value, np.uint8)
+
+
+def make_video(path: Path, frames: int, fps: float = 10, size: tuple[int, int] = (64, 48)) -> Path:
+    """Frame n (from 1) has the grey level 10 n."""
+    code = "MJPG" if path.suffix == ".avi" else "mp4v"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*code), fps, size)
+    assert writer.isOpened()
+    for number in range(1, frames + 1):
+        writer.write(picture(10 * number, size[1], size[0]))
+    writer.release()
+    return path
+
+
+def names(sources: list[Source]) -> list[str]:
+    return [source.name for source in sources]
+
+
+# ---- what a text means ----
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("b.jpg", "a.png", "sub/c.jpg", "sub/deep/d.JPG"):
+        write(tmp_path / name, picture())
+    make_video(tmp_path / "clip.mp4", 2)
+    (tmp_path / "notes.md").write_text("no picture")
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+def test_folder_in_order_of_names_without_what_is_below(folder: Path) -> None:
+    sources = find_sources(str(folder))
+    assert [(source.kind, source.name) for source in sources] == [("image", "a"), ("image", "b"), ("video", "clip")]
+
+
+def test_file_pattern_and_name_with_brackets(folder: Path) -> None:
+    assert names(find_sources(str(folder / "b.jpg"))) == ["b"]
+    assert names(find_sources(str(folder / "**/*.*"))) == ["a", "b", "clip", "c", "d"]
+    assert names(find_sources(str(folder / "?.jpg"))) == ["b"]
+    path = write(folder / "img[1].jpg", picture())
+    assert names(find_sources(str(path))) == ["img[1]"]
+
+
+def test_list_has_paths_from_its_own_folder_and_others(folder: Path, tmp_path: Path) -> None:
+    path = folder / "list.txt"
+    path.write_text(f"# comment\n./b.jpg\n\n  sub/c.jpg \n{folder}/clip.mp4\ngone.jpg\n", encoding="utf-8-sig")
+    sources = find_sources(str(path))
+    assert names(sources) == ["b", "c", "clip", "gone"]
+    assert [isinstance(item, Frame) for item in read_files(sources)] == [True, True, True, True, False]
+
+
+def test_streams(tmp_path: Path) -> None:
+    path = tmp_path / "cameras.streams"
+    path.write_text("rtsp://user:secret@host:554/live?x=1\nhttp://host/cam\n0\n")
+    sources = find_sources(str(path))
+    assert names(sources) == ["host_554_live", "host_cam", "camera0"]
+    assert {source.kind for source in sources} == {"stream"}
+    assert sources[0].shown == "rtsp://host:554/live?x=1"
+    assert find_sources("3") == [Source("stream", "3", "camera3")]
+
+
+def test_names_are_unique(tmp_path: Path) -> None:
+    """Also on disks where upper and lower case are the same, and beside the frames of a video."""
+    for name in ("x/a.jpg", "y/a.jpg", "y/A.png", "y/v_1.jpg"):
+        write(tmp_path / name, picture())
+    make_video(tmp_path / "x/v.mp4", 2)
+    sources = find_sources(str(tmp_path / "*/*"))
+    assert names(sources) == ["a", "v", "A-2", "a-3", "v_1-2"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{}/b.jpeg", "did you mean b.jpg?"),
+        ("{}/nowhere/b.jpg", "no such file"),
+        ("{}/empty", "holds no image"),
+        ("{}/*.webp", "matches this pattern"),
+        ("{}/notes.md", ".md is no suffix"),
+        ("{}/" + "x" * 5000, "cannot be read"),
+        ("{}/bad.txt", "notes.md is neither an image nor a video"),
+        ("{}/none.txt", "the list is empty"),
+        ("{}/binary.txt", "UTF-8"),
+        ("ftp://host/x", "is no stream"),
+        ("https://youtu.be/x", "not available yet"),
+        ("screen 0", "not available yet"),
+        ("http://host/x.jpg", "download it"),
+        ("http://host:port/x", "is not a URL"),
+        ("http://", "is no stream"),
+    ],
+)
+def test_mistakes_are_one_sentence(folder: Path, source: str, message: str) -> None:
+    (folder / "bad.txt").write_text("notes.md\n")
+    (folder / "none.txt").write_text("\n# nothing\n")
+    (folder / "binary.txt").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(UserError, match=r"--source") as error:
+        find_sources(source.format(folder))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_password_is_not_printed() -> None:
+    with pytest.raises(UserError) as error:
+        find_sources("ftp://user:secret@host/x")
+    assert "secret" not in str(error.value)
+
+
+# ---- files ----
+
+
+def exif_rotated(path: Path, image: np.ndarray) -> Path:
+    """Write a JPEG that says: turn me by 90 degrees clockwise (EXIF orientation 6, TIFF 6.0 layout)."""
+    entry = struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)
+    exif = b"Exif\0\0" + b"II*\0" + struct.pack("<IH", 8, 1) + entry + struct.pack("<I", 0)
+    data = cv2.imencode(".jpg", image)[1].tobytes()
+    path.write_bytes(data[:2] + b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif + data[2:])
+    return path
+
+
+def test_odd_images_come_as_three_upright_channels(tmp_path: Path) -> None:
+    wide = picture(60, 20, 40)
+    wide[:, :20] = 200
+    write(tmp_path / "grey.png", wide[..., 0])
+    write(tmp_path / "alpha.png", np.dstack([wide, wide[..., 0]]))
+    write(tmp_path / "deep.png", wide.astype(np.uint16) * 256)
+    write(tmp_path / "\u732b mit \u00fcber [1] 100%.jpg", wide)
+    exif_rotated(tmp_path / "turned.jpg", wide)
+    frames = {
+        frame.source.name: frame.image for frame in read_files(find_sources(str(tmp_path))) if isinstance(frame, Frame)
+    }
+    assert len(frames) == 5
+    for name, image in frames.items():
+        turned = image if name != "turned" else np.rot90(image)
+        assert turned.shape == (20, 40, 3) and turned.dtype == np.uint8, name
+        assert np.abs(turned.astype(int) - wide).mean() < 3, name
+
+
+def test_what_cannot_be_read_is_said_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a.jpg", picture())
+    whole = write(tmp_path / "z.jpg", picture()).read_bytes()
+    (tmp_path / "b.jpg").write_bytes(b"no image")
+    (tmp_path / "c.mp4").write_bytes(whole[:50])
+    (tmp_path / "d.png").write_bytes(b"")
+    items = list(read_files(find_sources(str(tmp_path))))
+    assert [isinstance(item, Frame) for item in items] == [True, False, False, False, True]
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("b.jpg", "c.mp4", "d.png")) and "Traceback" not in printed
+
+
+def test_video_frames_and_stride(tmp_path: Path) -> None:
+    sources = find_sources(str(make_video(tmp_path / "v.mp4", 7, fps=12.5)))
+    frames = [frame for frame in read_files(sources) if isinstance(frame, Frame)]
+    assert [frame.number for frame in frames] == [1, 2, 3, 4, 5, 6, 7]
+    assert all(abs(int(frame.image.mean()) - 10 * frame.number) < 6 for frame in frames)
+    assert frames[0].fps == 12.5
+    strided = [frame for frame in read_files(sources, 3) if isinstance(frame, Frame)]
+    assert [frame.number for frame in strided] == [1, 4, 7] and strided[0].fps == pytest.approx(12.5 / 3)
+    assert (count_pictures(sources), count_pictures(sources, 3)) == (7, 3)
+    assert count_pictures(find_sources("0")) is None
+
+
+# ---- streams ----
+
+
+class Server(ThreadingHTTPServer):
+    """Serves motion JPEG at /cam; ``frames`` per connection, a pause before each, then the end, or silence at /mute."""
+
+    daemon_threads = True
+    frames, pause, connections, silent_after = 6, 0.02, 0, False
+    connection_limit = 1000
+    file: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that leaves in the middle is no error."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.connections += 1
+        if self.server.connections > self.server.connection_limit:
+            self.send_error(503)
+            return
+        self.send_response(200)
+        if self.path.endswith(".avi"):
+            data = self.server.file.read_bytes()
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+            return
+        self.send_header("Content-Type", "multipart/x-mixed-replace; boundary=frame")
+        self.end_headers()
+        for number in range(1, self.server.frames + 1 if self.path == "/cam" else 1):
+            data = cv2.imencode(".jpg", picture(10 * number, 48, 64))[1].tobytes()
+            self.wfile.write(b"--frame\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n" % len(data))
+            self.wfile.write(data + b"\r\n")
+            time.sleep(self.server.pause)
+        if self.path == "/mute" or self.server.silent_after:
+            time.sleep(20)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_stream_is_opened_again_and_ends_when_it_stays_away(server: Server) -> None:
+    """More frames than one connection gives; after the server has gone the reader ends within the time limit."""
+    with open_streams(find_sources(f"{server.url}/cam"), timeout=1.0) as streams:
+        numbers = []
+        for frames in read_streams(streams):
+            numbers.append(frames[0].number)
+            if len(numbers) == 15:
+                server.shutdown()
+                server.server_close()
+                stopped = time.monotonic()
+        assert time.monotonic() - stopped < 15
+    assert server.connections > 1
+    assert numbers == sorted(set(numbers)) and numbers[-1] > 2 * server.frames
+
+
+def test_newest_frame_is_kept(server: Server) -> None:
+    server.frames, server.silent_after = 20, True
+    with open_streams(find_sources(f"{server.url}/cam"), timeout=10) as streams:
+        time.sleep(1)
+        assert next(iter(read_streams(streams)))[0].number > 10
+        assert streams[0].take(0.1) is None
+
+
+def test_one_slow_stream_holds_up_no_other(server: Server, tmp_path: Path) -> None:
+    server.frames, server.silent_after = 3, True
+    path = tmp_path / "two.streams"
+    path.write_text(f"{server.url}/cam\n{make_video(tmp_path / 'whole.avi', 20)}\n")
+    seen: dict[str, list[int]] = {"whole": []}
+    start = time.monotonic()
+    with open_streams(find_sources(str(path)), timeout=2) as streams:
+        for frames in read_streams(streams):
+            for frame in frames:
+                seen.setdefault(frame.source.name, []).append(frame.number)
+            if len(seen["whole"]) == 20:
+                break
+    assert seen["whole"] == list(range(1, 21)) and len(seen) == 2
+    assert time.monotonic() - start < 15
+
+
+def test_video_on_a_server_is_read_whole_and_once(server: Server, tmp_path: Path) -> None:
+    server.file = make_video(tmp_path / "v.avi", 9)
+    with open_streams(find_sources(f"{server.url}/v.avi"), vid_stride=2, timeout=3) as streams:
+        numbers = []
+        for frames in read_streams(streams):
+            numbers.append(frames[0].number)
+            time.sleep(0.02)
+    assert numbers == [1, 3, 5, 7, 9]
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9/x", "rtsp://user:secret@127.0.0.1:9/x", "{}/mute", "73"])
+def test_dead_stream_is_one_sentence_in_time(server: Server, address: str) -> None:
+    start, before = time.monotonic(), set(threading.enumerate())
+    with (
+        pytest.raises(UserError, match="no picture comes from") as error,
+        open_streams(find_sources(address.format(server.url)), timeout=1.0),
+    ):
+        pass
+    assert time.monotonic() - start < 15 and "secret" not in str(error.value)
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("stream ")]

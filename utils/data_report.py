@@ -1,0 +1,100 @@
+"""What is wrong with the images and labels of a data set: one finding each, its summary, its file, its error."""
+
+import csv
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+REPORT_FILE = "data_report.csv"  # in a run folder
+SHOWN = 10  # problems of a split on the terminal
+
+
+class Problem(NamedTuple):
+    """One finding: line is 0 where the whole file is meant; value is what stands there; rule says what is done."""
+
+    file: str
+    line: int
+    value: str
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.file}{f':{self.line}' if self.line else ''}: {self.value}: {self.rule}"
+
+
+@dataclass
+class ScanReport:
+    """What a scan found.
+
+    Attributes:
+        found: images with a label file that is not empty.
+        missing: without a label file.
+        empty: with an empty one.
+        corrupt: left out.
+        background: of those that are kept, without any box; missing and empty are among them.
+        problems: every finding, by file and line.
+    """
+
+    found: int = 0
+    missing: int = 0
+    empty: int = 0
+    corrupt: int = 0
+    background: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """Images looked at."""
+        return self.found + self.missing + self.empty + self.corrupt
+
+    def summary(self) -> str:
+        """One line for the log."""
+        text = f"{self.total} images: {self.found} with labels, {self.missing} without a label file"
+        text += f", {self.empty} with an empty one, {self.corrupt} left out"
+        return text + (f"; {len(self.problems)} problems" if self.problems else "")
+
+    def details(self, limit: int = SHOWN) -> list[str]:
+        """Counts per rule, most frequent first, then up to ``limit`` problems with file, line and value."""
+        counts = Counter(problem.rule for problem in self.problems)
+        lines = [f"{count} x {rule}" for rule, count in counts.most_common()]
+        return lines + shortened([*map(str, self.problems[:limit])], len(self.problems))
+
+    def tell(self, split: str, logger: logging.Logger) -> None:
+        """Log one line, then problems, then a warning where something is likely wrong with the whole split."""
+        logger.info(f"{split}: {self.summary()}")
+        for line in self.details() if self.problems else []:
+            logger.warning(line)
+        if self.background > (self.total - self.corrupt) / 2:
+            logger.warning(
+                f"{self.background} of {self.total - self.corrupt} images in {split} HAVE NO LABELS and count as "
+                "background; labels are looked for in the folder 'labels' beside the folder 'images', a .txt per image"
+            )
+
+
+def shortened(lines: Sequence[str], total: int) -> list[str]:
+    """Return the lines that are shown, and how many are not."""
+    return [*lines, f"... and {total - len(lines)} more"] if total > len(lines) else list(lines)
+
+
+def report_csv(problems: Mapping[str, Sequence[Problem]]) -> str:
+    """Return the problems of some splits as a table: split, file, line (0: the whole file), value, rule."""
+
+    class Lines(list[str]):
+        write = list.append
+
+    lines = Lines()
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow(("split", *Problem._fields))
+    writer.writerows((split, *problem) for split, found in problems.items() for problem in found)
+    return "".join(lines)
+
+
+def write_report(run_dir: Path, reports: Mapping[str, ScanReport], logger: logging.Logger) -> None:
+    """Write every problem of some splits to the run folder and say where, if there is any."""
+    problems = {split: report.problems for split, report in reports.items()}
+    if any(problems.values()):
+        path = run_dir / REPORT_FILE
+        path.write_text(report_csv(problems), encoding="utf-8", errors="surrogateescape")
+        logger.info(f"every problem of the data is listed in {path}")

@@ -1,0 +1,200 @@
+"""What a training or a validation is given: read, checked against each other and the machine before anything is made.
+
+Everything that is wrong comes in one message.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from models.families import Family, family_of, load_model
+from models.memory import check_batch
+from models.start import check_imgsz, fit_imgsz, freeze, network_spec, start_from, with_anchor_count
+from models.yolo import DetectionModel, load_state
+from utils import augmentations
+from utils.checkpoint_files import checkpoint_bytes
+from utils.config import Hyp, TrainConfig, ValConfig, build_config, load_hyp
+from utils.data_config import DataConfig, load_data
+from utils.dataloaders import choose_num_workers, choose_val_batch, loader_bytes, max_imgsz
+from utils.dataset import LabelIndex, open_splits
+from utils.errors import Problems
+from utils.image_cache import SHARED_MEMORY, shared_memory_beside
+from utils.preflight import check_disk, check_run_folder, check_shared_memory
+from utils.torch_utils import BatchPlan, DistEnv, Precision, choose_precision, load_checkpoint, split_global_batch
+
+
+@dataclass(frozen=True)
+class TrainInputs:
+    """What a training starts from; all parts fit together."""
+
+    hyp: Hyp
+    data: DataConfig
+    plan: BatchPlan
+    precision: Precision
+    family: Family
+    raw_model: DetectionModel  # on its device, with its weights, frozen where wanted
+    imgsz: int
+    train_index: LabelIndex
+    val_index: LabelIndex
+
+
+def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | None = None) -> TrainInputs:
+    """Read and check what a training is given. Collective: every rank must call it.
+
+    Args:
+        config: every flag.
+        env: this rank's place.
+        resumed: checkpoint of the run to go on with; it keeps its own recipe, network and weights.
+
+    Raises:
+        UserError: lists what is wrong with recipe, data, labels, network, weights, image size, batch, and with the
+            machine for such a run.
+    """
+    problems = Problems()
+    plan = problems.attempt(lambda: split_global_batch(config.batch_size, env.world_size, config.nbs))
+    precision = problems.attempt(lambda: choose_precision(config.amp, env.device))
+    folder = Path(resumed["run_dir"]) if resumed else Path(config.project, config.name)
+    problems.attempt(lambda: check_run_folder(folder, config.exist_ok or resumed is not None))
+    hyp = problems.attempt(lambda: build_config(Hyp, resumed["hyp"]) if resumed else load_hyp(config.hyp))
+    data = problems.attempt(lambda: load_data(config.data, config.single_cls))
+    if resumed and data is not None and data.names != resumed["names"]:
+        problems.add(f"--resume: the class names in {data.path} are no longer those of the run")
+    raw_model = read_network(config, env, hyp, data, resumed, problems)
+    indexes = read_labels(data, ("train", "val"), config.strict, problems)
+    problems.raise_if_any()
+    assert plan and precision and hyp and data and raw_model  # else there were problems
+
+    family, imgsz = family_of(raw_model.yaml), fit_imgsz(config.imgsz, raw_model)
+    inputs = TrainInputs(hyp, data, plan, precision, family, raw_model, imgsz, indexes["train"], indexes["val"])
+    check_machine(config, inputs, env, folder, problems)
+    problems.raise_if_any()
+    return inputs
+
+
+def read_network(
+    config: TrainConfig,
+    env: DistEnv,
+    hyp: Hyp | None,
+    data: DataConfig | None,
+    resumed: Mapping[str, Any] | None,
+    problems: Problems,
+) -> DetectionModel | None:
+    """Build the network with its weights on the device; without a data set to see whether that is possible.
+
+    Args:
+        config: every flag.
+        env: this rank's place.
+        hyp: None if something is wrong with it; may ask for another number of anchors.
+        data: None if something is wrong with it.
+        resumed: as in `read_inputs`.
+        problems: where mistakes go.
+    """
+    weights = resumed
+    if resumed is None and config.weights:
+        weights = problems.attempt(lambda: load_checkpoint(Path(config.weights)))
+    spec = problems.attempt(lambda: _spec(config, hyp, weights, resumed))
+    if spec is None:
+        return None
+    names = ["?"] if data is None else data.names
+    raw_model = problems.attempt(lambda: family_of(spec).build(spec, len(names), names))
+    if raw_model is None:
+        return None
+    if data is not None and resumed is not None:
+        problems.attempt(lambda: load_state(raw_model, resumed["model"], strict=True))
+    elif data is not None and weights is not None:
+        problems.attempt(lambda: start_from(raw_model, config.weights, weights, keep_anchors=bool(config.cfg)))
+    problems.attempt(lambda: freeze(raw_model, config.freeze))
+    problems.attempt(lambda: check_imgsz(config.imgsz, raw_model))
+    raw_model.to(env.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return raw_model
+
+
+def _spec(
+    config: TrainConfig, hyp: Hyp | None, weights: Mapping[str, Any] | None, resumed: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
+    """Return the content of the network's YAML, None if the weights that know it can't be read."""
+    if resumed is not None:
+        return resumed["spec"]
+    if not config.cfg and weights is None:
+        return None
+    spec = network_spec(config.cfg, config.weights, weights)
+    return spec if hyp is None else with_anchor_count(spec, round(hyp.anchors))
+
+
+def read_labels(
+    data: DataConfig | None, splits: Sequence[str], strict: bool, problems: Problems
+) -> dict[str, LabelIndex]:
+    """Open splits; {} where something is wrong with them. The built-in data set is not drawn after other mistakes."""
+    if data is None or (data.generator is not None and problems):
+        return {}
+    return problems.attempt(lambda: open_splits(data, splits, strict=strict)) or {}
+
+
+def check_machine(config: TrainConfig, inputs: TrainInputs, env: DistEnv, run_dir: Path, problems: Problems) -> None:
+    """Check memory, disk and shared memory for a run whose other inputs are right."""
+    raw_model, plan, imgsz = inputs.raw_model, inputs.plan, inputs.imgsz
+    largest = max_imgsz(imgsz, raw_model.max_stride, config.multi_scale)
+    problems.attempt(lambda: check_batch(raw_model, plan.local_batch, largest, inputs.precision, env.device))
+    problems.attempt(lambda: check_disk(run_dir, checkpoints_bytes(raw_model, config)))
+    images = [augmentations.resized_shapes(index.shapes, imgsz) for index in (inputs.train_index, inputs.val_index)]
+    caches = [int(shapes.astype(np.int64).prod(1).sum()) * 3 for shapes in images] if config.cache == "ram" else []
+    batches = (plan.local_batch, choose_val_batch(config.val_batch, plan.global_batch))
+    problems.attempt(lambda: check_loaders(config.workers, batches, imgsz, env, caches))
+
+
+def check_loaders(workers: int, batches: Sequence[int], imgsz: int, env: DistEnv, caches: Sequence[int] = ()) -> None:
+    """Check that loaders of these batch sizes have room for their batches beside image caches of these sizes."""
+    needed = 0
+    for batch in batches:
+        needed += loader_bytes(choose_num_workers(workers, env.local_world_size, batch), batch, imgsz)
+    check_shared_memory(needed * env.local_world_size, shared_memory_beside(caches), SHARED_MEMORY)
+
+
+def checkpoints_bytes(raw_model: DetectionModel, config: TrainConfig) -> int:
+    """Bytes that the checkpoints of a run take on the disk at most: last, its previous, best, one being written."""
+    moments = 1 if config.optimizer == "SGD" else 2
+    one = checkpoint_bytes(raw_model.state_dict()) * (2 + moments)
+    kept = config.epochs // config.save_period if config.save_period > 0 else 0
+    return one * (4 + kept)
+
+
+@dataclass(frozen=True)
+class ValInputs:
+    """What a validation starts from; all parts fit together."""
+
+    data: DataConfig
+    model: DetectionModel  # on its device, in evaluation mode
+    family: Family
+    imgsz: int
+    index: LabelIndex
+
+
+def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
+    """Read and check what a validation is given. Collective: every rank must call it.
+
+    Raises:
+        UserError: lists what is wrong with data, labels, weights, image size and the run folder.
+    """
+    problems = Problems()
+    run_dir = Path(config.project, config.name)
+    problems.attempt(lambda: check_run_folder(run_dir, config.exist_ok))
+    data = problems.attempt(lambda: load_data(config.data, config.single_cls))
+    loaded = problems.attempt(lambda: load_model(Path(config.weights), env.device))
+    if loaded is not None:
+        model, family, trained_at = loaded
+        problems.attempt(lambda: check_imgsz(config.imgsz or trained_at, model))
+        if data is not None and model.num_classes != data.num_classes and not config.single_cls:
+            problems.add(
+                f"--weights {config.weights} knows {model.num_classes} classes, --data {config.data} has "
+                f"{data.num_classes}; use the data set that the weights were trained on"
+            )
+    indexes = read_labels(data, [config.task], config.strict, problems)
+    problems.raise_if_any()
+    assert data is not None
+    imgsz = fit_imgsz(config.imgsz or trained_at, model)
+    check_loaders(config.workers, [config.batch_size], imgsz, env)
+    return ValInputs(data, model, family, imgsz, indexes[config.task])

@@ -1,0 +1,95 @@
+"""Checks of the machine before a run starts: OpenCV, the run folder, disk space, shared memory.
+
+Imports the standard library and `utils.errors` only, so that a missing system library is said before it is needed.
+"""
+
+import importlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from utils.errors import UserError, report
+
+HEADLESS = "opencv-python-headless"
+
+
+def check_opencv() -> None:
+    """Import OpenCV, which needs libraries that bare servers lack (libGL).
+
+    Without it the process ends with status 2, and the package that needs no such library on stderr.
+    """
+    try:
+        importlib.import_module("cv2")
+    except ImportError as error:
+        message = f"OpenCV is not installed; run: pip install {HEADLESS}"
+        if error.name != "cv2" or not isinstance(error, ModuleNotFoundError):
+            message = (
+                f"OpenCV can't be loaded: {error}; the package {HEADLESS} needs no graphics libraries: "
+                f"pip uninstall -y opencv-python && pip install --force-reinstall {HEADLESS}"
+            )
+        sys.exit(report(UserError(message)))
+
+
+def check_run_folder(run_dir: Path, exist_ok: bool) -> None:
+    """Check that a run folder can be made, or used if it is there, without making it.
+
+    Args:
+        run_dir: --project / --name.
+        exist_ok: whether the folder is used if it is there; else a new one is made beside it.
+
+    Raises:
+        UserError: a file is in its place, or the folder it goes to can't be written.
+    """
+    if exist_ok and run_dir.exists() and not run_dir.is_dir():
+        raise UserError(f"--project / --name: {run_dir} is a file, not a folder; choose another name")
+    there = _nearest_existing(run_dir if exist_ok else run_dir.parent)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "can't be written to" if there.is_dir() else "is a file"
+        raise UserError(
+            f"--project {run_dir.parent}: the run folder {run_dir} can't be made, for {there} {why}; choose a folder you "
+            "can write to"
+        )
+
+
+def check_disk(run_dir: Path, needed: int) -> None:
+    """Check that there is room for the checkpoints of a run.
+
+    Args:
+        run_dir: of the run; need not be there yet.
+        needed: bytes.
+
+    Raises:
+        UserError: says how much is needed and how much there is.
+    """
+    free = shutil.disk_usage(_nearest_existing(run_dir)).free
+    if needed > free:
+        raise UserError(
+            f"--project {run_dir.parent}: the checkpoints of this run need about {needed / 1e6:,.0f} MB, "
+            f"{free / 1e6:,.0f} MB are free on that disk; free some, or choose a --project on another disk"
+        )
+
+
+def check_shared_memory(needed: int, free: int, folder: Path) -> None:
+    """Check that loader processes can hand over their batches; they die with "Bus error" otherwise.
+
+    Args:
+        needed: bytes on their way at once.
+        free: bytes that are left for them.
+        folder: where shared memory is mounted.
+
+    Raises:
+        UserError: says how much is needed and how to get it.
+    """
+    if needed > free:
+        raise UserError(
+            f"--workers: the loader's processes need about {needed / 1e6:,.0f} MB of shared memory, in {folder} "
+            f"{free / 1e6:,.0f} MB are left for them; start the container with more (docker run --shm-size=8g), or use "
+            "fewer --workers (0 needs none), a smaller --batch-size or --cache off"
+        )
+
+
+def _nearest_existing(path: Path) -> Path:
+    """Return a path, or the first folder above it that is there."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists() or place.is_symlink())

@@ -1,0 +1,448 @@
+"""Where pictures to look at come from: image files, folders, patterns, lists, videos, streams, cameras."""
+
+import contextlib
+import glob
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from utils.config import ROOT
+from utils.errors import UserError, nearest
+from utils.images import IMAGE_SUFFIXES, ImageError, read_image
+from utils.logging import get_logger
+
+VIDEO_SUFFIXES = frozenset(["asf", "avi", "gif", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "ts", "wmv"])
+SCHEMES = ("http", "https", "rtsp", "rtmp")
+WEB_PAGES = ("youtube.com", "www.youtube.com", "youtu.be")  # pages around a video, not the video
+
+STREAM_FPS = 30.0  # of what is written from a stream that does not say
+CLOSE_WAIT = 2.0  # seconds for a thread to end; one that hangs in the network ends with the process
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between tries to reach a lost stream
+
+# Quiet, as utils.images has OpenCV itself: what goes wrong is said here, once and in words.
+os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One thing to look at.
+
+    Attributes:
+        kind: "image", "video" or "stream"; cameras are streams.
+        address: path, URL or number of a camera.
+        name: what its results are called; no other source of the run has it.
+    """
+
+    kind: str
+    address: str
+    name: str
+
+    @property
+    def shown(self) -> str:
+        """The address without user and password, for messages and files."""
+        return without_login(self.address)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One picture of a source.
+
+    Attributes:
+        source: where it comes from.
+        image: (H, W, 3) uint8 BGR, upright.
+        number: of the frame in its video or stream, from 1; 0 for an image file.
+        fps: frames per second of the source, after ``vid_stride``; 0 for an image file.
+    """
+
+    source: Source
+    image: NDArray[np.uint8]
+    number: int = 0
+    fps: float = 0.0
+
+
+# What a text on the command line means --------------------------------------------------------------------------------
+
+
+def find_sources(text: str) -> list[Source]:
+    """Find what ``--source`` means; opens no image and no stream.
+
+    Args:
+        text: an image or a video, a folder of them, a pattern such as ``photos/**/*.jpg``, a ``.txt`` file with one of
+            these in each line, a ``.streams`` file with one address in each line, a URL, or the number of a camera.
+            A path that is not there is looked for in the program's folder too.
+
+    Returns:
+        At least one source, folders and patterns in the order of their names.
+
+    Raises:
+        UserError: there is no such file, or nothing to look at in it.
+    """
+    if _is_address(text):
+        return _named([_stream(text, "--source")])
+    path = Path(text).expanduser()
+    try:
+        if not path.exists() and (ROOT / path).exists():
+            path = ROOT / path
+        if path.suffix.lower() == ".streams" and path.is_file():
+            return _named([_stream(line, str(path)) for line in _lines(path)])
+        return _named(_files(text, path))
+    except OSError as error:  # a folder that may not be read, a name that is too long
+        raise UserError(f"--source {text} cannot be read: {error.strerror}") from None
+
+
+def _files(text: str, path: Path) -> list[tuple[str, str, str]]:
+    if path.is_dir():
+        found = [entry for entry in sorted(path.iterdir()) if _kind(entry) and entry.is_file()]
+        if not found:
+            raise UserError(
+                f"--source {text}: the folder holds no image and no video itself; "
+                f"for those in folders below it give a pattern: '{path}/**/*.*'"
+            )
+        return [_file(entry) for entry in found]
+    if path.is_file():
+        if path.suffix.lower() == ".txt":
+            return [_file(_listed(line, path)) for line in _lines(path)]
+        if not _kind(path):
+            raise UserError(f"--source {text}: .{path.suffix[1:]} is no suffix of images, videos or lists of them")
+        return [_file(path)]
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    if glob.has_magic(str(path)):
+        found = [match for match in matches if _kind(match) and match.is_file()]
+        if not found:
+            raise UserError(f"--source {text}: no image and no video matches this pattern")
+        return [_file(match) for match in found]
+    beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise UserError(f"--source {text}: there is no such file or folder{nearest(path.name, beside)}")
+
+
+def _is_address(text: str) -> bool:
+    return text.isdecimal() or "://" in text or text.split(maxsplit=1)[:1] == ["screen"]
+
+
+def _kind(path: Path) -> str:
+    suffix = path.suffix.lower().removeprefix(".")
+    return "image" if suffix in IMAGE_SUFFIXES else "video" if suffix in VIDEO_SUFFIXES else ""
+
+
+def _file(path: Path) -> tuple[str, str, str]:
+    return _kind(path), str(path), path.stem
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a list, without empty ones and comments."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    except UnicodeDecodeError:
+        raise UserError(f"--source {path} is not a text file in UTF-8") from None
+    lines = [line for line in lines if line and not line.startswith("#")]
+    if not lines:
+        raise UserError(f"--source {path}: the list is empty")
+    return lines
+
+
+def _listed(line: str, path: Path) -> Path:
+    """A file of a list: a path as it is, or from the list's own folder."""
+    entry = Path(line).expanduser()
+    if not entry.exists() and (path.parent / entry).exists():
+        entry = path.parent / entry
+    if not _kind(entry):
+        raise UserError(f"--source {path}: {line} is neither an image nor a video by its suffix")
+    return entry
+
+
+def _stream(address: str, where: str) -> tuple[str, str, str]:
+    if address.isdecimal():
+        return "stream", address, f"camera{address}"
+    if "://" not in address and _kind(Path(address)) == "video":  # a file in a .streams list
+        return "stream", address, Path(address).stem
+    shown = without_login(address)
+    try:
+        parts = urlsplit(address)
+        host = parts.hostname or ""
+        port = f"_{parts.port}" if parts.port else ""
+    except ValueError as error:
+        raise UserError(f"{where}: {shown} is not a URL ({error})") from None
+    if address.split(maxsplit=1)[0] == "screen":
+        raise UserError(f"{where}: {shown} is not available yet: give images, videos, streams or cameras")
+    if parts.scheme.lower() not in SCHEMES or not host:
+        raise UserError(
+            f"{where}: {shown} is no stream; an address begins with {', '.join(SCHEMES)}, a camera is a number"
+        )
+    if host in WEB_PAGES:
+        raise UserError(f"{where}: {shown} is not available yet: it is a page; give the address of the video itself")
+    if _kind(Path(parts.path)) == "image":
+        raise UserError(f"{where}: {shown} is an image on a server; download it and give the file")
+    return "stream", address, f"{host}{port}{parts.path}"
+
+
+def without_login(address: str) -> str:
+    """Return an address without user and password."""
+    return re.sub(r"(://)[^/@]*@", r"\1", address)
+
+
+def safe_name(text: str) -> str:
+    """Return a text as a file name can have it on any system; letters of every script stay."""
+    name = re.sub(r'[\x00-\x1f<>:"/\\|?*]+', "_", text).strip(" ._")
+    return name[:100] or "_"
+
+
+def _named(found: Sequence[tuple[str, str, str]]) -> list[Source]:
+    """Give each source a name of its own, so that results don't overwrite each other: a, a-2, a-3.
+
+    Frames of a video are NAME_FRAME, so no image beside a video v may be called v_1; videos choose first. Upper and
+    lower case are the same to many file systems.
+    """
+    taken: set[str] = set()
+    videos: set[str] = set()
+    sources = {}
+    for place, (kind, address, stem) in sorted(enumerate(found), key=lambda entry: entry[1][0] == "image"):
+        name = base = safe_name(stem)
+        number = 1
+        while (key := name.casefold()) in taken or re.sub(r"_\d+$", "", key) in videos:
+            number += 1
+            name = f"{base}-{number}"
+        taken.add(key)
+        if kind != "image":
+            videos.add(key)
+        sources[place] = Source(kind, address, name)
+    return [sources[place] for place in range(len(found))]
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def count_pictures(sources: Sequence[Source], vid_stride: int = 1) -> int | None:
+    """Return how many pictures there are as far as headers say, None with a stream among them."""
+    total = 0
+    for source in sources:
+        if source.kind == "stream":
+            return None
+        frames = 1
+        if source.kind == "video":
+            capture = cv2.VideoCapture(source.address)
+            frames = max(int(capture.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
+            capture.release()
+        total += -(-frames // vid_stride)
+    return total
+
+
+def read_files(sources: Sequence[Source], vid_stride: int = 1) -> Iterator[Frame | Source]:
+    """Read images and videos one after the other.
+
+    Args:
+        sources: files.
+        vid_stride: of a video every n-th frame is read, the first one included.
+
+    Yields:
+        The pictures, and in the place of a file that can't be read its source, after a warning that says why.
+    """
+    for source in sources:
+        if source.kind == "image":
+            try:
+                yield Frame(source, read_image(source.address))
+            except ImageError as error:
+                get_logger().warning(f"{error}; left out")
+                yield source
+        else:
+            yield from _read_video(source, vid_stride)
+
+
+def _read_video(source: Source, vid_stride: int) -> Iterator[Frame | Source]:
+    capture = cv2.VideoCapture(source.address)
+    try:
+        number = decoded = 0
+        fps = _fps(capture) / vid_stride
+        while capture.grab():
+            number += 1
+            if (number - 1) % vid_stride:
+                continue
+            done, image = capture.retrieve()
+            if done and image is not None:
+                decoded += 1
+                yield Frame(source, _three_channels(image), number, fps)
+    finally:
+        capture.release()
+    if decoded == 0:
+        reason = "cannot be decoded as a video" if Path(source.address).is_file() else "there is no such file"
+        get_logger().warning(f"{source.address}: {reason}; left out")
+        yield source
+
+
+def _fps(capture: cv2.VideoCapture) -> float:
+    fps = float(capture.get(cv2.CAP_PROP_FPS))
+    return fps if 0.1 <= fps <= 1000 else STREAM_FPS  # nan, 0 and fantasies of broken headers
+
+
+def _three_channels(image: NDArray[Any]) -> NDArray[np.uint8]:
+    if image.ndim == 2 or image.shape[2] == 1:
+        image = cv2.cvtColor(image, cv2.COLOR_GRAY2BGR)
+    return np.ascontiguousarray(image[..., :3], np.uint8)
+
+
+# Streams --------------------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """A stream or camera, read by a thread of its own that keeps the newest frame only.
+
+    A live stream that is lost is opened again, with growing pauses, until ``timeout`` seconds have passed without a
+    frame. One that says how many frames it has (a video on a server) is read whole, at the speed of the reader.
+
+    Args:
+        source: what to open.
+        vid_stride: every n-th frame is kept.
+        timeout: seconds without a frame after which a stream counts as dead.
+    """
+
+    def __init__(self, source: Source, vid_stride: int = 1, timeout: float = 10.0) -> None:
+        self.source = source
+        self._vid_stride, self._timeout = vid_stride, timeout
+        self._frame: Frame | None = None
+        self._opened = self._ended = False
+        self._stopping = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._read, name=f"stream {source.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the stream has ended and its last frame was taken."""
+        with self._changed:
+            return self._ended and self._frame is None
+
+    def wait_opened(self) -> bool:
+        """Wait for the first frame and return whether there is one."""
+        with self._changed:
+            # Opening has a time limit inside of FFmpeg; this one is for what keeps to none, such as a camera's driver.
+            self._changed.wait_for(lambda: self._opened or self._ended, 2 * self._timeout)
+            return self._opened
+
+    def take(self, wait: float) -> Frame | None:
+        """Return the newest frame if it was not taken yet, after ``wait`` seconds at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._frame is not None or self._ended, wait)
+            frame, self._frame = self._frame, None
+            self._changed.notify_all()
+            return frame
+
+    def close(self) -> None:
+        """Stop the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(CLOSE_WAIT)
+
+    def _read(self) -> None:
+        """Read until the stream ends, is lost for good or is closed; only this thread touches the capture."""
+        try:
+            number, finite = self._read_connection(0)
+            last_frame = time.monotonic()
+            pause = FIRST_PAUSE
+            while self._opened and not finite and not self._stopping:
+                if time.monotonic() - last_frame > self._timeout:
+                    get_logger().warning(f"{self.source.shown}: no frame for {self._timeout:g} s; the stream has ended")
+                    break
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopping, pause)
+                before = number
+                number, _ = self._read_connection(number)
+                if number > before:
+                    last_frame, pause = time.monotonic(), FIRST_PAUSE
+                else:
+                    pause = min(2 * pause, LONGEST_PAUSE)
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _read_connection(self, number: int) -> tuple[int, bool]:
+        """Read one connection to its end.
+
+        Args:
+            number: of the last frame before it.
+
+        Returns:
+            The number of the last frame, and whether the stream is one with an end.
+        """
+        capture = _open_stream(self.source.address, self._timeout)
+        finite = capture.get(cv2.CAP_PROP_FRAME_COUNT) > 0
+        fps = _fps(capture) / self._vid_stride
+        try:
+            while not self._stopping and capture.grab():
+                number += 1
+                if (number - 1) % self._vid_stride:
+                    continue
+                done, image = capture.retrieve()
+                if done and image is not None:
+                    self._keep(Frame(self.source, _three_channels(image), number, fps), finite)
+        finally:
+            capture.release()
+        return number, finite
+
+    def _keep(self, frame: Frame, finite: bool) -> None:
+        with self._changed:
+            if finite:
+                self._changed.wait_for(lambda: self._frame is None or self._stopping)
+            self._opened, self._frame = True, frame
+            self._changed.notify_all()
+
+
+def _open_stream(address: str, timeout: float) -> cv2.VideoCapture:
+    if address.isdecimal():
+        return cv2.VideoCapture(int(address))
+    limit = max(1, round(timeout * 1000))
+    limits = [cv2.CAP_PROP_OPEN_TIMEOUT_MSEC, limit, cv2.CAP_PROP_READ_TIMEOUT_MSEC, limit]
+    return cv2.VideoCapture(address, cv2.CAP_FFMPEG, limits)
+
+
+@contextlib.contextmanager
+def open_streams(sources: Sequence[Source], vid_stride: int = 1, timeout: float = 10.0) -> Iterator[list[Stream]]:
+    """Hold streams open.
+
+    Raises:
+        UserError: lists those that give no picture within the time limit.
+    """
+    streams = [Stream(source, vid_stride, timeout) for source in sources]
+    try:
+        dead = [stream.source.shown for stream in streams if not stream.wait_opened()]
+        if dead:
+            raise UserError(
+                f"--source: no picture comes from {', '.join(map(_described, dead))} (waited {timeout:g} s at most); "
+                "is it running, and is that its right address?"
+            )
+        yield streams
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def _described(address: str) -> str:
+    return f"camera {address}" if address.isdecimal() else address
+
+
+def read_streams(streams: Sequence[Stream]) -> Iterator[list[Frame]]:
+    """Read streams side by side until all have ended.
+
+    Yields:
+        The new frames of the moment, one at most of each stream, at least one. A slow stream holds up no other.
+    """
+    alive = list(streams)
+    while alive:
+        frames = []
+        for stream in alive:
+            frame = stream.take(0.02)
+            if frame is not None:
+                frames.append(frame)
+        if frames:
+            yield frames
+        alive = [stream for stream in alive if not stream.finished]
