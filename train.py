@@ -380,7 +380,7 @@ def resume(given: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, Any]]:
         UserError: no such run, flags that differ and may not, or a run that is finished.
     """
     named = "" if given["resume"] is True else given["resume"]
-    for run_dir, newest in find_resumable(named, given.get("project", TrainConfig.project)):
+    for run_dir, newest in find_resumable(named, given.get("project", TrainConfig.project)):  # noqa: B007
         saved, path = load_newest(newest)
         if "optimizer" not in saved:
             raise UserError(f"--resume {path}: weights for use, not to go on from; name a last.pt, or use --weights")

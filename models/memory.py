@@ -89,8 +89,8 @@ def _probe(raw_model: DetectionModel, batch: int, imgsz: int, precision: Precisi
         free, total = torch.cuda.mem_get_info(device)
         raise UserError(
             f"--batch-size: a step of {batch} images at {imgsz} pixels does not fit into the {total / 2**30:.0f} GiB "
-            f"of {device}, of which {free / 2**30:.1f} are free; try --batch-size {_round_down(batch - 1)} or a smaller "
-            "--imgsz"
+            f"of {device}, of which {free / 2**30:.1f} are free; try --batch-size {_round_down(batch - 1)} "
+            "or a smaller --imgsz"
         )
 
 

@@ -101,6 +101,11 @@ def test_texts_can_be_read(count: int, tmp_path: Path) -> None:
     check_texts(rendered(confusion_chart(names, matrix(count))))
 
 
+@pytest.mark.parametrize("best", [0.0, 0.007, 1.0])
+def test_texts_at_the_ends_can_be_read(best: float) -> None:
+    check_texts(rendered(confidence_chart("recall", ["a"], curves(1), best)))
+
+
 def test_texts_of_results_can_be_read(tmp_path: Path) -> None:
     check_texts(rendered(results_chart(csv_file(tmp_path, 40), 30)))
 

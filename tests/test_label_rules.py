@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import logging
 import struct
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from models.families import YOLOV5
 from tests.test_faults import assert_clear, call
 from utils.config import find_yaml, load_yaml
+from utils.data_report import Problem, ScanReport, write_report
 from utils.dataset import build_index
 from utils.torch_utils import save_checkpoint
 
@@ -106,7 +108,7 @@ def cwd(tmp_path: Path) -> Path:
 def findings(messy: Path) -> list[tuple[str, str, str, str]]:
     """File, line, value and (start of the) rule that the report of `messy` lists, in its order."""
     root = messy.parent
-    rows = [(f"{root}/labels/{name}.txt", line, *rest) for name in LABELS for line, *rest in LABELS[name][2]]
+    rows = [(f"{root}/labels/{name}.txt", *found) for name in LABELS for found in LABELS[name][2]]
     rows += [(f"{root}/labels/{name}.txt", 0, "no image", "labels without an image") for name in ("alone", "lone")]
     return [(file, str(line), value, rule) for file, line, value, rule in sorted(rows, key=lambda row: row[:2])]
 
@@ -231,3 +233,13 @@ def test_most_images_without_labels(weights: Path, cwd: Path) -> None:
     (root / "labels/1.txt").write_text("0 9 9 9 9")  # what is left of it is none
     done = call("val.py", "--weights", weights, "--data", data_yaml(root), "--workers", 0, cwd=cwd)
     assert "WARNING: 3 of 4 images in val HAVE NO LABELS" in done.out
+
+
+def test_no_report_of_a_run_before(tmp_path: Path) -> None:
+    """A folder that is used again holds nothing of other data."""
+    logger = logging.getLogger("lockstep")
+    problem = Problem("a, b.txt", 3, 'x "y"', "left out")
+    write_report(tmp_path, {"train": ScanReport(problems=[problem])}, logger)
+    assert report(tmp_path)[1:] == [["train", "a, b.txt", "3", 'x "y"', "left out"]]
+    write_report(tmp_path, {"train": ScanReport()}, logger)
+    assert list(tmp_path.iterdir()) == []

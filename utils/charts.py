@@ -162,7 +162,8 @@ def confidence_chart(word: str, names: Sequence[str], curves: Array, best: float
     figure = _curves(title, ("confidence", word), names, curves, values, mean, legend)
     if len(curves):
         figure.axes[0].axvline(best, color=INK, linestyle=":", linewidth=1)
-        figure.axes[0].text(best, 1.01, "best mean F1", ha="center", va="bottom", fontsize=9)
+        side = "left" if best < 0.1 else "right" if best > 0.9 else "center"
+        figure.axes[0].text(best, 1.01, "best mean F1", ha=side, va="bottom", fontsize=9)
     return figure
 
 

@@ -94,7 +94,8 @@ def report_csv(problems: Mapping[str, Sequence[Problem]]) -> str:
 def write_report(run_dir: Path, reports: Mapping[str, ScanReport], logger: logging.Logger) -> None:
     """Write every problem of some splits to the run folder and say where, if there is any."""
     problems = {split: report.problems for split, report in reports.items()}
+    path = run_dir / REPORT_FILE
+    path.unlink(missing_ok=True)  # of a run that was here before (--exist-ok)
     if any(problems.values()):
-        path = run_dir / REPORT_FILE
         path.write_text(report_csv(problems), encoding="utf-8", errors="surrogateescape")
         logger.info(f"every problem of the data is listed in {path}")

@@ -377,9 +377,9 @@ def _pack(names: list[bytes], stats: np.ndarray, part: _Part, meta: dict[str, An
     """Index in memory from a scan; images left out by the scan are not in it."""
     kept = part.status != CORRUPT
     names = [name for name, keep in zip(names, kept.tolist(), strict=True) if keep]
-    counts = np.bincount(part.status, minlength=4).tolist()
+    labelled, missing, empty, corrupt = np.bincount(part.status, minlength=4).tolist()
     background = int((part.counts[kept] == 0).sum())
-    found = ScanReport(*counts, background=background, problems=part.problems)
+    found = ScanReport(labelled, missing, empty, corrupt, background=background, problems=part.problems)
     arrays = {
         "names": np.frombuffer(b"".join(names), np.uint8),
         "name_offsets": np.cumsum([0, *map(len, names)], dtype=np.int64),

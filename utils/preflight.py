@@ -47,8 +47,8 @@ def check_run_folder(run_dir: Path, exist_ok: bool) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "can't be written to" if there.is_dir() else "is a file"
         raise UserError(
-            f"--project {run_dir.parent}: the run folder {run_dir} can't be made, for {there} {why}; choose a folder you "
-            "can write to"
+            f"--project {run_dir.parent}: the run folder {run_dir} can't be made, for {there} {why}; choose a folder "
+            "you can write to"
         )
 
 
