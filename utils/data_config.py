@@ -17,7 +17,18 @@ from utils.flags import check_values
 GENERATORS = ("shapes",)
 _DATA_KEYS = ("path", "train", "val", "test", "names", "nc", "download", "generator", "defaults")
 # A data set comes from strangers: it may say how to train on it, not where to write or what to load.
-_DEFAULT_FLAGS = ("imgsz", "epochs", "batch_size", "nbs", "optimizer", "hyp", "cos_lr", "rect", "multi_scale", "val_period")
+_DEFAULT_FLAGS = (
+    "imgsz",
+    "epochs",
+    "batch_size",
+    "nbs",
+    "optimizer",
+    "hyp",
+    "cos_lr",
+    "rect",
+    "multi_scale",
+    "val_period",
+)
 
 
 @dataclass
