@@ -317,8 +317,8 @@ def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, Va
     """Open image caches and loaders, all to be closed by the stack."""
     config, imgsz, env = run.config, run.imgsz, run.env
     stride = run.raw_model.max_stride
-    if run.hyp.copy_paste and run.train_index.points is None:
-        get_logger().info(f"copy_paste {run.hyp.copy_paste:g} of the recipe needs polygon labels; there are none")
+    if run.hyp.copy_paste and (run.train_index.points is None or config.rect or not run.hyp.mosaic):
+        get_logger().info(f"copy_paste {run.hyp.copy_paste:g} of the recipe has no effect: no polygons or mosaics")
     train_cache = create_cache(run.train_index, imgsz, config.cache, train=True)
     stack.enter_context(contextlib.closing(train_cache))
     val_cache = create_cache(run.val_index, imgsz, config.cache, train=False)

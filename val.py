@@ -32,6 +32,7 @@ from tqdm import tqdm
 from models.families import Family
 from models.yolo import DetectionModel
 from utils.boxes import cxcywh_to_xyxy, scale_boxes
+from utils.data_config import DataConfig
 from utils.data_report import write_report
 from utils.dataloaders import Batch, DetectionDataset, ValLoader, choose_num_workers, val_loader
 from utils.dataset import LabelIndex
@@ -44,6 +45,7 @@ from utils.metrics import IOU_THRESHOLDS, ImageResult, Metrics, format_table, ma
 from utils.plots import Plots
 from utils.run_folder import create_run_dir
 from utils.torch_utils import DistEnv, all_gather_objects, process_group
+from utils.val_files import annotations_of, coco_results, image_id, score_with_coco, write_labels, write_predictions
 
 MANY_CLASSES = 50  # from here on the table shows them with --verbose only
 
@@ -227,7 +229,8 @@ def run(config: ValConfig, env: DistEnv) -> Evaluation | None:
     data, model, family, index = inputs.data, inputs.model, inputs.family, inputs.index
     dataset = DetectionDataset(index, ImageCache(), None, inputs.imgsz)
     workers = choose_num_workers(config.workers, env.local_world_size, config.batch_size)
-    run_dir = create_run_dir(config.project, config.name, config.exist_ok) if env.is_main_process else Path()
+    writes = env.is_main_process and config.task != "speed"
+    run_dir = create_run_dir(config.project, config.name, config.exist_ok) if writes else Path()
     loader = val_loader(dataset, config.batch_size, env, workers, stride=model.max_stride)
     evaluation = evaluate(
         model,
@@ -245,16 +248,34 @@ def run(config: ValConfig, env: DistEnv) -> Evaluation | None:
     )
     loader.close()
     if evaluation is not None:
-        shown = None if config.verbose or data.num_classes < MANY_CLASSES else 1
-        log.info(format_table(evaluation.metrics.rows(data.names)[:shown]))
+        if config.task != "speed":
+            shown = None if config.verbose or data.num_classes < MANY_CLASSES else 1
+            log.info(format_table(evaluation.metrics.rows(data.names)[:shown]))
         log.info("speed per image: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in evaluation.speed.items()))
-        rows = [row._asdict() for row in evaluation.metrics.rows(data.names)]
-        write_report(run_dir, {config.task: index.report}, log)
-        (run_dir / "metrics.json").write_text(json.dumps(rows, indent=2) + "\n")
-        with Plots(run_dir, data.names) as plots:
-            plots.add_evaluation(evaluation.metrics, evaluation.images, index)
+    if evaluation is not None and writes:
+        _write(config, run_dir, data, index, evaluation)
         log.info(f"results in {run_dir}")
     return evaluation
+
+
+def _write(config: ValConfig, run_dir: Path, data: DataConfig, index: LabelIndex, evaluation: Evaluation) -> None:
+    """Write what a validation leaves in its run folder."""
+    log = get_logger()
+    rows = [row._asdict() for row in evaluation.metrics.rows(data.names)]
+    write_report(run_dir, {config.split: index.report}, log)
+    (run_dir / "metrics.json").write_text(json.dumps(rows, indent=2) + "\n")
+    if config.save_txt:
+        write_labels(run_dir, evaluation.images, index, config.save_conf)
+    if config.save_json:
+        found = coco_results(evaluation.images, index, data.names)
+        write_predictions(run_dir, found)
+        annotations = annotations_of(data, config.split)
+        if annotations is not None:
+            ids = [image_id(index.path(image.index)) for image in evaluation.images]
+            score_with_coco(annotations, found, ids, log)
+    if not config.noplots:
+        with Plots(run_dir, data.names) as plots:
+            plots.add_evaluation(evaluation.metrics, evaluation.images, index)
 
 
 def main(argv: list[str] | None = None) -> None:

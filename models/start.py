@@ -101,6 +101,8 @@ def fit_imgsz(imgsz: int, raw_model: DetectionModel) -> int:
     """Round an image size up to a multiple of the largest stride, twice the stride at least."""
     stride = raw_model.max_stride
     fitted = max(math.ceil(imgsz / stride), 2) * stride
-    if fitted != imgsz:
+    if imgsz % stride:
         get_logger().warning(f"--imgsz {imgsz} is not a multiple of the network's stride {stride}; {fitted} is used")
+    elif fitted != imgsz:
+        get_logger().warning(f"--imgsz {imgsz} is a single stride of the network, two are needed; {fitted} is used")
     return fitted

@@ -253,7 +253,9 @@ def test_val_flags() -> None:
         ("", "--weights is missing"),
         ("--weights a.pt --conf-thres 1.5", "--conf-thres must be between 0 and 1, not 1.5"),
         ("--weights a.pt --conf-thres nan", "--conf-thres must be between 0 and 1, not nan"),
-        ("--weights a.pt --task speed", "--task speed is not available yet: "),
+        ("--weights a.pt --task study", "--task study is not available yet: "),
+        ("--weights a.pt --save-conf", "--save-conf adds a column to --save-txt; give that too"),
+        ("--weights a.pt --task speed --save-json", "--task speed writes no files; leave --save-txt and"),
         ("--weights a.pt --half", "--half is not available yet: "),
     ],
 )

@@ -37,7 +37,7 @@ ROWS = (
         "utils.sources",
     ),
     ("utils.autoanchor", "utils.dataset", "utils.detection_files", "utils.loss"),
-    ("utils.image_cache",),
+    ("utils.image_cache", "utils.val_files"),
     ("utils.dataloaders",),
     ("models.common", "utils.plots"),
     ("models.yolo",),

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 from utils.errors import UserError
-from utils.sources import Frame, Source, count_pictures, find_sources, open_streams, read_files, read_streams
+from utils.sources import (
+    Frame,
+    Source,
+    count_pictures,
+    find_sources,
+    open_streams,
+    read_files,
+    read_streams,
+    without_login,
+)
 
 
 def write(path: Path, image: np.ndarray) -> Path:
@@ -300,3 +309,16 @@ def test_dead_stream_is_one_sentence_in_time(server: Server, address: str) -> No
         pass
     assert time.monotonic() - start < 15 and "secret" not in str(error.value)
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("stream ")]
+
+
+@pytest.mark.parametrize(
+    "address", ["rtsp://user:p@ss@host/x", "rtsp://admin:pa/ss@host/x", "rtsp://user@host/x", "rtsp://host/x"]
+)
+def test_logins_are_not_shown(address: str) -> None:
+    """Passwords of cameras often hold @ and /."""
+    assert without_login(address) == "rtsp://host/x"
+
+
+def test_home_of_nobody() -> None:
+    with pytest.raises(UserError, match="--source ~no-such-user-here/x cannot be read"):
+        find_sources("~no-such-user-here/x")

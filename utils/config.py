@@ -21,6 +21,8 @@ SHIPPED = {"data": ROOT / "data", "hyp": ROOT / "data" / "hyps", "model": ROOT /
 SPLITS = ("train", "val", "test")
 METRICS = ("fitness", "mAP50", "mAP50-95", "precision", "recall", "F1")  # of a validation: what can be best
 
+SPEED_THRESHOLDS = (0.25, 0.45)  # confidence and IoU of val.py --task speed: those of detect.py
+
 Config = TypeVar("Config")
 
 
@@ -44,12 +46,8 @@ TRAIN_NOT_YET = {
 }
 VAL_NOT_YET = {
     "--device A,B": "validation runs on one device so far; name a single one, such as 0, cuda:0, mps or cpu",
-    "--task speed": "validation reports figures of a split so far; use --task train, val or test",
-    "--task study": "validation reports figures of a split so far; use --task train, val or test",
-    "--save-txt": "detections are scored, not written, so far",
+    "--task study": "validation reports figures of a split so far; use --task train, val, test or speed",
     "--save-hybrid": "detections are scored, not written, so far",
-    "--save-conf": "detections are scored, not written, so far",
-    "--save-json": "detections are scored, not written, so far",
     "--half": "networks are measured in full precision so far",
     "--dnn": "only PyTorch checkpoints are read so far",
 }
@@ -58,6 +56,7 @@ DETECT_NOT_YET = {
     "--data": "a checkpoint knows the names of its classes; leave the flag out",
     "--update": "best.pt is without its optimizer already; leave the flag out",
     "--dnn": "only PyTorch checkpoints are read so far",
+    "--visualize": "feature maps are not drawn so far",
 }
 
 TRAIN_EXAMPLES = """Train a detector.
@@ -164,7 +163,9 @@ class ValConfig:
     weights: str = flag("", "model", "checkpoint to measure", metavar="FILE")
 
     data: str = flag("shapes.yaml", "data", "data set YAML, a path or the name of a shipped one", metavar="FILE")
-    task: str = flag("val", "data", "split to measure on", choices=SPLITS)
+    task: str = flag(
+        "val", "data", "split to measure on; speed = only time the validation split", choices=(*SPLITS, "speed")
+    )
     single_cls: bool = flag(False, "data", "measure all classes as one")
     strict: bool = flag(False, "data", "stop at any problem of images and labels instead of leaving it out")
     imgsz: int = flag(
@@ -183,9 +184,18 @@ class ValConfig:
 
     device: str = flag("", "device", "cpu, mps, a GPU as 0 or cuda:0, or '' for the best one there is")
 
+    save_txt: bool = flag(False, "output", "write labels/NAME.txt with the detections of each image")
+    save_conf: bool = flag(False, "output", "add the confidence to the rows of --save-txt")
+    save_json: bool = flag(False, "output", "write predictions.json in COCO's results format")
+    noplots: bool = flag(False, "output", "draw no pictures of batches, curves and the confusion matrix")
     project: str = flag("runs/val", "output", "folder of run folders", metavar="FOLDER")
     name: str = flag("exp", "output", "run folder; exp2, exp3 ... when taken")
     exist_ok: bool = flag(False, "output", "write into the run folder even if it is there")
+
+    @property
+    def split(self) -> str:
+        """The split that ``task`` looks at."""
+        return "val" if self.task == "speed" else self.task
 
 
 @dataclass
@@ -332,12 +342,25 @@ def build_config(kind: type[Config], given: Mapping[str, Any]) -> Config:
             config.cfg = ""  # the checkpoint knows its network
         if config.name == "cfg":
             config.name = Path(config.cfg or config.weights).stem
-    if isinstance(config, ValConfig) and not config.weights:
-        raise UserError("--weights is missing: name the checkpoint to measure")
+    if isinstance(config, ValConfig):
+        _check_val(config, problems)
+        problems.raise_if_any()
+        if config.task == "speed":  # as objects are looked for, unless said otherwise
+            config.conf_thres = given.get("conf_thres", SPEED_THRESHOLDS[0])
+            config.iou_thres = given.get("iou_thres", SPEED_THRESHOLDS[1])
     if isinstance(config, DetectConfig):
         _check_detect(config, problems)
         problems.raise_if_any()
     return config
+
+
+def _check_val(config: ValConfig, problems: Problems) -> None:
+    if not config.weights:
+        problems.add("--weights is missing: name the checkpoint to measure")
+    if config.save_conf and not config.save_txt:
+        problems.add("--save-conf adds a column to --save-txt; give that too (--save-json has confidences anyway)")
+    if config.task == "speed" and (config.save_txt or config.save_json):
+        problems.add("--task speed writes no files; leave --save-txt and --save-json out, or use another --task")
 
 
 def _check_detect(config: DetectConfig, problems: Problems) -> None:

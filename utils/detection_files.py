@@ -60,11 +60,13 @@ def write_image(path: Path, image: NDArray[np.uint8]) -> None:
     limit = 16383 if path.suffix == ".webp" else 65535 if path.suffix in (".jpg", ".jpeg") else 2**31
     if max(image.shape) > limit:
         path = path.with_suffix(".png")
-    _, data = cv2.imencode(path.suffix, image)  # OpenCV itself can't write to every name, and doesn't say why not
     try:
+        encoded, data = cv2.imencode(path.suffix, image)  # OpenCV itself can't write to every name
+        if not encoded:
+            raise UserError(f"{path} can't be written: OpenCV can't encode this image as {path.suffix}")
         path.write_bytes(data.tobytes())
-    except OSError as error:
-        raise UserError(f"{path} can't be written: {error.strerror}") from error
+    except (OSError, cv2.error) as error:
+        raise UserError(f"{path} can't be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 class DetectionFiles:

@@ -139,7 +139,9 @@ def check_machine(config: TrainConfig, inputs: TrainInputs, env: DistEnv, run_di
     raw_model, plan, imgsz = inputs.raw_model, inputs.plan, inputs.imgsz
     largest = max_imgsz(imgsz, raw_model.max_stride, config.multi_scale)
     problems.attempt(lambda: check_batch(raw_model, plan.local_batch, largest, inputs.precision, env.device))
-    problems.attempt(lambda: check_disk(run_dir, checkpoints_bytes(raw_model, config)))
+    replaced = (run_dir / "weights").glob("*.pt") if config.exist_ok or config.resume else ()
+    there = sum(path.stat().st_size for path in replaced)
+    problems.attempt(lambda: check_disk(run_dir, checkpoints_bytes(raw_model, config) - there))
     images = [augmentations.resized_shapes(index.shapes, imgsz) for index in (inputs.train_index, inputs.val_index)]
     caches = [int(shapes.astype(np.int64).prod(1).sum()) * 3 for shapes in images] if config.cache == "ram" else []
     batches = (plan.local_batch, choose_val_batch(config.val_batch, plan.global_batch))
@@ -192,9 +194,9 @@ def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
                 f"--weights {config.weights} knows {model.num_classes} classes, --data {config.data} has "
                 f"{data.num_classes}; use the data set that the weights were trained on"
             )
-    indexes = read_labels(data, [config.task], config.strict, problems)
+    indexes = read_labels(data, [config.split], config.strict, problems)
     problems.raise_if_any()
     assert data is not None
     imgsz = fit_imgsz(config.imgsz or trained_at, model)
     check_loaders(config.workers, [config.batch_size], imgsz, env)
-    return ValInputs(data, model, family, imgsz, indexes[config.task])
+    return ValInputs(data, model, family, imgsz, indexes[config.split])

@@ -62,7 +62,7 @@ def check_disk(run_dir: Path, needed: int) -> None:
     Raises:
         UserError: says how much is needed and how much there is.
     """
-    free = shutil.disk_usage(_nearest_existing(run_dir)).free
+    free = shutil.disk_usage(_nearest_existing(run_dir.resolve())).free
     if needed > free:
         raise UserError(
             f"--project {run_dir.parent}: the checkpoints of this run need about {needed / 1e6:,.0f} MB, "

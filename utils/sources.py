@@ -98,6 +98,8 @@ def find_sources(text: str) -> list[Source]:
         return _named(_files(text, path))
     except OSError as error:  # a folder that may not be read, a name that is too long
         raise UserError(f"--source {text} cannot be read: {error.strerror}") from None
+    except RuntimeError as error:  # ~NAME of a user that is not there
+        raise UserError(f"--source {text} cannot be read: {error}") from None
 
 
 def _files(text: str, path: Path) -> list[tuple[str, str, str]]:
@@ -187,7 +189,8 @@ def _stream(address: str, where: str) -> tuple[str, str, str]:
 
 def without_login(address: str) -> str:
     """Return an address without user and password."""
-    return re.sub(r"(://)[^/@]*@", r"\1", address)
+    # Passwords may hold @ and /: everything up to the last @ goes, which costs no more than an @ in a path.
+    return re.sub(r"(://).*@", r"\1", address)
 
 
 def safe_name(text: str) -> str:

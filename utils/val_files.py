@@ -1,0 +1,185 @@
+"""What a validation leaves behind on demand: detections in COCO's format, label files, COCO's own figures."""
+
+import contextlib
+import importlib
+import io
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from utils.data_config import DataConfig
+from utils.dataset import LabelIndex
+from utils.detection_files import label_rows
+from utils.errors import UserError
+from utils.metrics import ImageResult
+
+PREDICTIONS = "predictions.json"  # in a run folder
+COCO_NAMES = (  # spaces in names as underscores
+    "person bicycle car motorcycle airplane bus train truck boat traffic_light fire_hydrant stop_sign parking_meter "
+    "bench bird cat dog horse sheep cow elephant bear zebra giraffe backpack umbrella handbag tie suitcase frisbee "
+    "skis snowboard sports_ball "
+    "kite baseball_bat baseball_glove skateboard surfboard tennis_racket bottle wine_glass cup "
+    "fork knife spoon bowl banana apple sandwich orange broccoli carrot hot_dog pizza donut cake chair couch "
+    "potted_plant bed dining_table toilet tv laptop mouse remote keyboard cell_phone microwave oven toaster sink "
+    "refrigerator book clock vase scissors teddy_bear hair_drier toothbrush"
+)
+UNUSED_COCO_IDS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of 1 to 90
+SCORERS = (("faster_coco_eval", "COCOeval_faster"), ("pycocotools", "COCOeval"))  # the first one installed is used
+STATS = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large")
+
+
+def category_ids(names: Sequence[str]) -> list[int]:
+    """Return the category id of each class: COCO's own ids if these are COCO's 80 classes, else the class ids."""
+    if " ".join(name.strip().lower().replace(" ", "_") for name in names) == COCO_NAMES:
+        return [number for number in range(1, 91) if number not in UNUSED_COCO_IDS]
+    return list(range(len(names)))
+
+
+def image_id(path: str) -> int | str:
+    """Return COCO's id of an image: its name without suffix, as a number if it is one."""
+    stem = Path(path).stem
+    return int(stem) if stem.isascii() and stem.isdigit() else stem
+
+
+def coco_results(images: Sequence[ImageResult], index: LabelIndex, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return detections as COCO's results format has them: pixels [x, y, w, h] of the original image, by image."""
+    ids, results = category_ids(names), []
+    for image in sorted(images, key=lambda image: image.index):
+        number = image_id(index.path(image.index))
+        for x1, y1, x2, y2, score, class_id in image.detections.astype(np.float64).tolist():
+            box = [round(value, 3) for value in (x1, y1, x2 - x1, y2 - y1)]
+            one = {"image_id": number, "category_id": ids[int(class_id)], "bbox": box, "score": round(score, 5)}
+            results.append(one)
+    return results
+
+
+def write_predictions(run_dir: Path, results: list[dict[str, Any]]) -> Path:
+    """Write predictions.json, whole or not at all.
+
+    Raises:
+        UserError: it can't be written.
+    """
+    path, beside = run_dir / PREDICTIONS, run_dir / f".{PREDICTIONS}.{os.getpid()}"
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            json.dump(results, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise UserError(f"{path} can't be written: {error.strerror}") from error
+    return path
+
+
+def write_labels(run_dir: Path, images: Sequence[ImageResult], index: LabelIndex, confidence: bool) -> None:
+    """Write labels/STEM.txt with the detections of each image that has any; a second image of that name is STEM-2.
+
+    Args:
+        run_dir: the run folder.
+        images: with their detections.
+        index: of the split.
+        confidence: add it as a 6th column.
+
+    Raises:
+        UserError: a file can't be written.
+    """
+    folder = run_dir / "labels"
+    taken: set[str] = set()
+    try:
+        folder.mkdir(exist_ok=True)
+        for image in sorted(images, key=lambda image: image.index):
+            stem = Path(index.path(image.index)).stem
+            number, name = 1, stem
+            while name.casefold() in taken:
+                number += 1
+                name = f"{stem}-{number}"
+            taken.add(name.casefold())
+            height, width = index.shapes[image.index].tolist()
+            rows = label_rows(image.detections, height, width, corners=False, confidence=confidence)
+            path = folder / f"{name}.txt"
+            path.unlink(missing_ok=True)  # of an earlier run
+            if rows:
+                path.write_text(rows, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise UserError(f"{error.filename or folder} can't be written: {error.strerror}") from error
+
+
+def annotations_of(data: DataConfig, split: str) -> Path | None:
+    """Return annotations/instances_SPLIT.json of a data set, SPLIT being the name of its folder or list; None if none.
+
+    A split of several folders has none: its annotations are in several files.
+    """
+    sources = getattr(data, split)
+    if len(sources) != 1:
+        return None
+    name = sources[0].stem if sources[0].suffix == ".txt" else sources[0].name
+    path = data.root / "annotations" / f"instances_{name}.json"
+    return path if path.is_file() else None
+
+
+def score_with_coco(
+    annotations: Path, results: list[dict[str, Any]], image_ids: Sequence[int | str], logger: logging.Logger
+) -> None:
+    """Say what COCO's own code makes of detections, or why it makes nothing of them; the validation stands anyway.
+
+    Args:
+        annotations: in COCO's format.
+        results: detections, likewise.
+        image_ids: images that were looked at; others of the annotations do not count.
+        logger: where that is said.
+    """
+    scorer = _scorer()
+    if scorer is None:
+        logger.info(f"COCO's own figures for {annotations}: pip install faster-coco-eval")
+        return
+    name, coco_class, evaluation_class = scorer
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # what these packages say of their progress
+            stats = _stats(annotations, results, image_ids, coco_class, evaluation_class)
+    except Exception as error:  # from somebody else's code and files; said, and no reason to lose the results
+        logger.warning(f"{name} could not score {annotations}: {type(error).__name__}: {error}")
+        return
+    logger.info(f"{name}, {annotations.name}: " + ", ".join(f"{k} {v:.3f}" for k, v in stats.items()))
+
+
+def _scorer() -> tuple[str, Any, Any] | None:
+    for package, evaluation in SCORERS:
+        try:
+            if package == "pycocotools":
+                coco, cocoeval = (importlib.import_module(f"pycocotools.{part}") for part in ("coco", "cocoeval"))
+                return package, coco.COCO, getattr(cocoeval, evaluation)
+            module = importlib.import_module(package)
+            return package, module.COCO, getattr(module, evaluation)
+        except ImportError:
+            continue
+    return None
+
+
+def _stats(
+    annotations: Path,
+    results: list[dict[str, Any]],
+    image_ids: Sequence[int | str],
+    coco_class: Any,
+    evaluation_class: Any,
+) -> dict[str, float]:
+    truth = coco_class(str(annotations))
+    unknown = sorted({str(one) for one in image_ids} - {str(one) for one in truth.getImgIds()})
+    if unknown:
+        raise ValueError(f"{len(unknown)} images are not in it, such as {unknown[0]}")
+    strange = {one["category_id"] for one in results} - set(truth.getCatIds())
+    if strange:
+        raise ValueError(f"it has no category {min(strange)}; its categories are not the classes of the data set")
+    if not results:
+        raise ValueError("there are no detections")
+    evaluation = evaluation_class(truth, truth.loadRes(results), "bbox")
+    evaluation.params.imgIds = list(image_ids)
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    return {name: float(value) for name, value in zip(STATS, evaluation.stats, strict=False)}
