@@ -97,7 +97,7 @@ def test_label_files_and_no_pictures(bccd: Measured) -> None:
         path = bccd.run_dir / f"labels/{image.index + 1:06}.txt"
         rows = np.loadtxt(path, ndmin=2)
         (source,) = (bccd.folder / "images/val2017").glob(f"{path.stem}.*")
-        height, width = read_image(source).shape[:2]
+        height, width = read_image(str(source)).shape[:2]
         x1, y1, x2, y2, conf, category = image.detections.T
         boxes = [(x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height]
         np.testing.assert_allclose(rows, np.stack([category, *boxes, conf], 1), atol=2e-6, rtol=1e-5)
