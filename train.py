@@ -275,10 +275,13 @@ def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, results: Cs
 
     if run.env.is_main_process:
         results.append(row)  # first: a row too many is cut off on resume, a lost one can't be made again
-        if not save(run, better, final=last or state.stopped):
+        final = last or state.stopped
+        if not save(run, better, final):
             state.best_fitness, state.best_epoch = before.best_fitness, before.best_epoch
         best_epoch = state.best_epoch if state.best_fitness >= 0 else None
-        run.plots.end_epoch(epoch, best_epoch, final=last or state.stopped)
+        if config.nosave:
+            best_epoch = epoch if final else None  # best.pt is the last epoch's
+        run.plots.end_epoch(epoch, best_epoch, final)
 
 
 def say_skipped(run: Run) -> None:

@@ -147,7 +147,7 @@ class TrainConfig:
     project: str = flag("runs/train", "output", "folder of run folders", metavar="FOLDER")
     name: str = flag("exp", "output", "run folder; exp2, exp3 ... when taken; 'cfg' = the network's name")
     exist_ok: bool = flag(False, "output", "write into the run folder even if it is there")
-    nosave: bool = flag(False, "output", "save the final checkpoint only")
+    nosave: bool = flag(False, "output", "save the final checkpoint only; best.pt is then the last epoch's")
     save_period: int = flag(-1, "output", "also keep a checkpoint every so many epochs; below 1 = none", low=-1)
     noplots: bool = flag(False, "output", "draw no pictures of labels, batches, validation and progress")
 

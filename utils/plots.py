@@ -88,7 +88,8 @@ class Plots:
         shown = range(min(len(batch.images), IMAGES))
         self._add_page(
             f"train_batch{batch.k}.jpg",
-            [batch.images[i].permute(1, 2, 0).numpy() for i in shown],
+            # Copies: a view would keep the whole batch in the loader's shared memory.
+            [batch.images[i].permute(1, 2, 0).numpy().copy() for i in shown],
             [Path(index.path(i)).name for i in batch.indices[:IMAGES].tolist()],
             [_rows(corners[targets[:, 0] == i], targets[targets[:, 0] == i, 1]) for i in shown],
             f"training batch {batch.k}, {_of(len(shown), len(batch.images))}: augmented, with their labels",
