@@ -343,6 +343,8 @@ def test_ctrl_c_ends_a_stream_with_a_whole_video(weights: Path, server: Server, 
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # A job in the background of a shell ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     run_dir = tmp_path / "runs/detect/exp"
     end = time.monotonic() + 150

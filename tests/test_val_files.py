@@ -180,7 +180,12 @@ def test_ids() -> None:
     spans = ((1, 11), (13, 25), (27, 28), (31, 44), (46, 65), (67, 67), (70, 70), (72, 82), (84, 90))
     assert ids == [number for first, last in spans for number in range(first, last + 1)] and len(ids) == 80
     assert val_files.category_ids(names[:-1]) == list(range(79))
-    assert [val_files.image_id(f"a/{name}.jpg") for name in ("000139", "x7", "-7", "٣")] == [139, "x7", "-7", "٣"]
+    assert [val_files.image_id(f"a/{name}.jpg") for name in ("000139", "x7", "-7", "\u0663")] == [
+        139,
+        "x7",
+        "-7",
+        "\u0663",
+    ]
 
 
 def test_images_of_the_same_name(tmp_path: Path) -> None:

@@ -89,8 +89,8 @@ def find_sources(text: str) -> list[Source]:
     """
     if _is_address(text):
         return _named([_stream(text, "--source")])
-    path = Path(text).expanduser()
     try:
+        path = Path(text).expanduser()
         if not path.exists() and (ROOT / path).exists():
             path = ROOT / path
         if path.suffix.lower() == ".streams" and path.is_file():
