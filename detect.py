@@ -212,7 +212,7 @@ def read_inputs(config: DetectConfig, env: DistEnv) -> tuple[list[Source], Detec
         problems.add(f"--half computes on a CUDA GPU only, not on {env.device.type}; leave it out")
     if config.view_img:
         problems.attempt(check_display)
-    loaded = problems.attempt(lambda: load_model(Path(config.weights), env.device))
+    loaded = problems.attempt(lambda: load_model(Path(config.weights), env))
     sides = []
     if loaded is not None:
         model, family, trained_at = loaded

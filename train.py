@@ -3,6 +3,8 @@
 python train.py                                                           on the built-in data, whatever device there is
 python train.py --data my.yaml --cfg yolov5s.yaml --img 640 --batch 32    on your own
 python train.py --resume runs/train/exp                                   go on where a run stopped
+python -m torch.distributed.run --nproc_per_node 2 train.py ...           the same run on two devices
+... run --nnodes 2 --node_rank R --master_addr HOST --master_port P --nproc_per_node G train.py ...    two machines
 """
 
 import sys
@@ -28,10 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import val
+from models.start import choose_sync_bn
 from models.yolo import load_state
 from utils.config import build_config, config_to_dict
 from utils.console import EpochProgress, RunClock, duration
 from utils.data_config import build_train_config
+from utils.data_parallel import accumulating, wrap
 from utils.data_report import write_report
 from utils.dataloaders import (
     Batch,
@@ -45,6 +49,7 @@ from utils.dataloaders import (
     train_loader,
     val_loader,
 )
+from utils.devices import to_device
 from utils.errors import UserError, run_cli
 from utils.flags import given_flags
 from utils.header import header
@@ -60,17 +65,19 @@ from utils.run_folder import (
     write_description,
 )
 from utils.run_state import Run, TrainState, load_run_state, save
+from utils.seeds import seed_everything
+from utils.steps import BufferSnapshot, guarded_step
+from utils.sync_bn import average_statistics, convert_sync_bn
 from utils.torch_utils import (
-    BufferSnapshot,
     DistEnv,
     ModelEMA,
-    all_reduce_sum,
     broadcast_object,
-    guarded_step,
     load_checkpoint,
     load_newest,
+    once,
     process_group,
-    seed_everything,
+    rank_device,
+    start_all_reduce_sum,
     strip_checkpoint,
 )
 
@@ -87,7 +94,7 @@ COLUMNS = (
 )
 MAX_GRAD_NORM = 10.0
 # These may differ from the run that is continued.
-RESUMABLE_FLAGS = {"resume", "device", "workers", "cache", "project", "noplots"}
+RESUMABLE_FLAGS = {"resume", "device", "dist_timeout", "workers", "cache", "project", "noplots"}
 
 
 @dataclass(frozen=True)
@@ -125,13 +132,12 @@ def train(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = No
         run.plots.add_labels(run.train_index)
 
         # 5. loop ----------------------------------------------------------------------------------------------------
-        results = CsvLog(run.run_dir / "results.csv", COLUMNS, keep_epochs=run.state.epoch)
         clock = RunClock(config.epochs, run.state.epoch + run.state.batch / run.schedule.batches_per_epoch)
         while run.state.epoch < config.epochs:
             losses = train_epoch(run, train_batches, clock)
 
             # 6. epoch end: validation, files, verdict ---------------------------------------------------------------
-            end_epoch(run, losses, val_batches, results)
+            end_epoch(run, losses, val_batches)
             if run.state.stopped:
                 log.info(f"no better {config.metric} for {config.patience} epochs (--patience): stopping early")
                 break
@@ -161,7 +167,8 @@ def set_up(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = N
         family.fit_labels(raw_model, inputs.train_index, hyp, imgsz, config.seed, env)
     criterion = family.criterion(raw_model, hyp, imgsz, config.label_smoothing)  # of the anchors as they are by now
     batches_per_epoch = math.ceil(len(inputs.train_index) / plan.global_batch)
-    run_dir = open_run_dir(config, env, resumed)
+    sync_bn = choose_sync_bn(config.sync_bn, family, raw_model, plan)
+    run_dir = once(lambda: open_run_dir(config, resumed), env)
     run = Run(
         config=config,
         hyp=hyp,
@@ -180,19 +187,30 @@ def set_up(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = N
         schedule=Schedule(hyp, config.epochs, batches_per_epoch, plan, config.cos_lr),
         precision=inputs.precision,
         scaler=inputs.precision.make_scaler(env.device),
-        ema=ModelEMA(raw_model),
+        sync_bn=sync_bn,
+        ema=ModelEMA(raw_model, buffers_only=not env.is_main_process),
         buffers=BufferSnapshot(raw_model),
         meter=DeviceMeter(len(LOSSES), env.device),
         plots=Plots(run_dir, data.names, enabled=env.is_main_process and not config.noplots),
+        results=CsvLog(
+            run_dir / "results.csv",
+            COLUMNS,
+            keep_epochs=resumed["state"]["epoch"] if resumed else 0,
+            enabled=env.is_main_process,
+        ),
         state=TrainState(),
     )
 
-    # 4. resume ------------------------------------------------------------------------------------------------------
+    # 4. resume, then join the ranks' networks -----------------------------------------------------------------------
     if resumed is not None:
         load_run_state(run, resumed)
     elif env.is_main_process:
         write_description(run.run_dir, config_to_dict(config), config_to_dict(hyp), dataclasses.asdict(plan))
         write_report(run.run_dir, {"train": run.train_index.report, "val": run.val_index.report}, get_logger())
+    if sync_bn:
+        convert_sync_bn(raw_model, env)
+        run.buffers = BufferSnapshot(raw_model)
+    run.model = wrap(raw_model, env, run.precision, family.inputs.blank(raw_model, env.device))
     return run
 
 
@@ -223,13 +241,14 @@ def train_epoch(run: Run, batches: Iterator[Batch], clock: RunClock) -> list[flo
             size = batch_imgsz(config.seed, state.epoch, state.batch, run.imgsz, stride, multi_scale=True)
             images = resize_batch(images, size, stride)
         matches = criterion.match(batch.targets, len(images), *images.shape[2:])
-        counts = all_reduce_sum(criterion.counts(matches).to(device, non_blocking=True), run.env)
-        with run.precision.autocast(device.type):
-            outputs = run.model(images)
-        sums = criterion.sums(outputs, [level.to(device) for level in matches])
-        items = criterion.items(sums, counts)
-        # Times N because DDP averages over ranks: the gradient is then that of the global batch, whatever N.
-        run.scaler.scale(items.sum() * run.plan.global_batch * run.plan.world_size).backward()
+        counts = start_all_reduce_sum(to_device(criterion.counts(matches), device), run.env)
+        with accumulating(run.model, step_now):
+            with run.precision.autocast(device.type):
+                outputs = run.model(images)
+            sums = criterion.sums(outputs, [level.to(device) for level in matches])
+            items = criterion.items(sums, counts())
+            # Times N because DDP averages over ranks: the gradient is then that of the global batch, whatever N.
+            run.scaler.scale(items.sum() * run.plan.global_batch * run.plan.world_size).backward()
 
         if step_now:
             found_inf = guarded_step(run.optimizer, parameters, MAX_GRAD_NORM, run.scaler)
@@ -240,12 +259,12 @@ def train_epoch(run: Run, batches: Iterator[Batch], clock: RunClock) -> list[flo
         run.meter.update(items)
         state.batch += 1
         if progress.advance(run.plan.global_batch):
-            progress.show(run.meter.mean(), schedule.lr(i)[1], images.shape[2])
+            progress.show(run.mean_losses(), schedule.lr(i)[1], images.shape[2])
     progress.close()
-    return run.meter.mean()
+    return run.mean_losses()
 
 
-def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, results: CsvLog) -> None:
+def end_epoch(run: Run, losses: list[float], val_batches: ValLoader) -> None:
     """Validate, decide, write results and checkpoints. Collective: every rank must call it."""
     config, state, log = run.config, run.state, get_logger()
     epoch, last = state.epoch, state.epoch + 1 == config.epochs
@@ -254,6 +273,9 @@ def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, results: Cs
     rates = run.schedule.lr((epoch + 1) * run.schedule.batches_per_epoch - 1)
     row |= {f"x/lr{group}": rate for group, rate in enumerate(rates)}
 
+    if not run.sync_bn:
+        average_statistics(run.raw_model, run.env)
+        average_statistics(run.ema.module, run.env)
     before, better = dataclasses.replace(state), False
     if last or (not config.noval and (epoch + 1) % config.val_period == 0):
         evaluation = validate(run, val_batches)
@@ -274,7 +296,7 @@ def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, results: Cs
     run.state = broadcast_object(state, run.env)  # the verdict; nobody waits for the files
 
     if run.env.is_main_process:
-        results.append(row)  # first: a row too many is cut off on resume, a lost one can't be made again
+        run.results.append(row)  # first: a row too many is cut off on resume, a lost one can't be made again
         final = last or state.stopped
         if not save(run, better, final):
             state.best_fitness, state.best_epoch = before.best_fitness, before.best_epoch
@@ -299,21 +321,20 @@ def say_skipped(run: Run) -> None:
 
 
 def validate(run: Run, batches: ValLoader) -> val.Evaluation | None:
-    """Evaluate the averaged weights. Collective: every rank must call it."""
+    """Evaluate rank 0's averaged weights on all ranks. Collective: every rank must call it."""
+    run.ema.broadcast(run.env)
     return val.evaluate(
         run.ema.module, run.family, batches, run.val_index, run.data.names, run.env, criterion=run.criterion
     )
 
 
-def open_run_dir(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | None) -> Path:
-    """Return the run's folder, made by rank 0. Collective: every rank must call it."""
+def open_run_dir(config: TrainConfig, resumed: Mapping[str, Any] | None) -> Path:
+    """Return the run's folder, a new one unless a run is resumed."""
     if resumed is not None:
         return Path(resumed["run_dir"])
-    made = Path()
-    if env.is_main_process:
-        made = create_run_dir(config.project, config.name, config.exist_ok)
-        prepare_weights_dir(made / "weights")
-    return broadcast_object(made, env)
+    made = create_run_dir(config.project, config.name, config.exist_ok)
+    prepare_weights_dir(made / "weights")
+    return made
 
 
 def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, ValLoader]:
@@ -322,9 +343,9 @@ def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, Va
     stride = run.raw_model.max_stride
     if run.hyp.copy_paste and (run.train_index.points is None or config.rect or not run.hyp.mosaic):
         get_logger().info(f"copy_paste {run.hyp.copy_paste:g} of the recipe has no effect: no polygons or mosaics")
-    train_cache = create_cache(run.train_index, imgsz, config.cache, train=True)
+    train_cache = create_cache(run.train_index, imgsz, config.cache, env, train=True)
     stack.enter_context(contextlib.closing(train_cache))
-    val_cache = create_cache(run.val_index, imgsz, config.cache, train=False)
+    val_cache = create_cache(run.val_index, imgsz, config.cache, env, train=False)
     stack.enter_context(contextlib.closing(val_cache))
     train_set = DetectionDataset(run.train_index, train_cache, run.hyp, imgsz, config.seed, config.rect)
     val_set = DetectionDataset(run.val_index, val_cache, None, imgsz)
@@ -347,20 +368,17 @@ def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, Va
 def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
     """Strip the best weights, measure them, and say where everything is. Collective: every rank must call it."""
     log, best, last = get_logger(), run.weights_dir / "best.pt", run.weights_dir / "last.pt"
-    if not (best.exists() or last.exists()):
+    epoch = once(lambda: load_best(run), run.env)
+    if epoch is None:
         log.warning("no checkpoint was written: the weights were never finite; try a lower lr0 in --hyp")
         return Results(run.run_dir, run.state.best_fitness, None)
-    if run.env.is_main_process:
-        strip_checkpoint(best if best.exists() else last, best)
-    saved = load_checkpoint(best)
-    load_state(run.ema.module, saved["model"], strict=True)
     evaluation = validate(run, val_batches)
     if evaluation is not None:
         again = ["--weights", best, "--data", run.data.path, "--img", run.imgsz, "--batch", run.val_batch]
         again += ["--device", run.config.device] if run.config.device else []
         again += ["--single-cls"] if run.data.merged else []
         log.info(
-            f"\n{duration(clock.elapsed())} of training. Weights of epoch {saved['state']['epoch']}, measured again:\n"
+            f"\n{duration(clock.elapsed())} of training. Weights of epoch {epoch}, measured again:\n"
             f"{format_table(evaluation.metrics.rows(run.data.names))}\n\n"
             f"weights     {best} to use, {last} to resume from\n"
             f"figures     {run.run_dir / 'results.csv'}\n"
@@ -368,6 +386,21 @@ def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
         )
         run.plots.add_evaluation(evaluation.metrics, evaluation.images, run.val_index)
     return Results(run.run_dir, run.state.best_fitness, evaluation)
+
+
+def load_best(run: Run) -> int | None:
+    """Strip the best checkpoint to what is needed for use and take its weights; rank 0's work.
+
+    Returns:
+        Epochs that were done when it was saved; None if there is none.
+    """
+    best, last = run.weights_dir / "best.pt", run.weights_dir / "last.pt"
+    if not (best.exists() or last.exists()):
+        return None
+    strip_checkpoint(best if best.exists() else last, best)
+    saved = load_checkpoint(best)
+    load_state(run.ema.module, saved["model"], strict=True)
+    return saved["state"]["epoch"]
 
 
 def resume(given: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, Any]]:
@@ -411,8 +444,11 @@ def resume(given: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, Any]]:
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and train."""
     given = given_flags(TrainConfig, sys.argv[1:] if argv is None else argv)
-    config, resumed = resume(given) if given.get("resume") else (build_train_config(given), None)
-    with process_group(config.device) as env:
+    asked = None if given.get("resume") else build_train_config(given)
+    with process_group(given.get("device", ""), timeout=given.get("dist_timeout", TrainConfig.dist_timeout)) as env:
+        config, resumed = (asked, None) if asked else once(lambda: resume(given), env)
+        if resumed and not env.launched:  # the run's own device; a launcher's ranks have theirs already
+            env = dataclasses.replace(env, device=rank_device(config.device, env))
         train(config, env, resumed)
 
 

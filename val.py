@@ -2,6 +2,7 @@
 
 python val.py --weights runs/train/exp/weights/best.pt                             the validation split of shapes
 python val.py --weights best.pt --data coco.yaml --img 640 --task test             another data set, another split
+python -m torch.distributed.run --nproc_per_node 2 val.py --weights best.pt ...    the same figures from two devices
 """
 
 import sys
@@ -44,7 +45,7 @@ from utils.loss import DetectionLoss
 from utils.metrics import IOU_THRESHOLDS, ImageResult, Metrics, format_table, match_detections, summarize
 from utils.plots import Plots
 from utils.run_folder import create_run_dir
-from utils.torch_utils import DistEnv, all_gather_objects, process_group
+from utils.torch_utils import DistEnv, gather_objects, once, process_group
 from utils.val_files import annotations_of, coco_results, image_id, score_with_coco, write_labels, write_predictions
 
 MANY_CLASSES = 50  # from here on the table shows them with --verbose only
@@ -145,7 +146,9 @@ def evaluate(
         sums, counts = _losses(criterion, outputs, batch)
         seconds = np.diff([start, prepared, inferred, done])
         results.append(BatchResult(batch.k, batch.indices.tolist(), detections, sums, counts, seconds))
-    gathered = [result for rank in all_gather_objects(results, env) for result in rank]
+    gathered = [result for rank in gather_objects(results, env) for result in rank]
+    if not env.is_main_process:
+        return None
     return _score(sorted(gathered, key=lambda result: result.number), index, names, criterion)
 
 
@@ -229,8 +232,10 @@ def run(config: ValConfig, env: DistEnv) -> Evaluation | None:
     data, model, family, index = inputs.data, inputs.model, inputs.family, inputs.index
     dataset = DetectionDataset(index, ImageCache(), None, inputs.imgsz)
     workers = choose_num_workers(config.workers, env.local_world_size, config.batch_size)
-    writes = env.is_main_process and config.task != "speed"
-    run_dir = create_run_dir(config.project, config.name, config.exist_ok) if writes else Path()
+    writes = config.task != "speed"
+    run_dir = Path()
+    if writes:
+        run_dir = once(lambda: create_run_dir(config.project, config.name, config.exist_ok), env)
     loader = val_loader(dataset, config.batch_size, env, workers, stride=model.max_stride)
     evaluation = evaluate(
         model,
@@ -281,7 +286,7 @@ def _write(config: ValConfig, run_dir: Path, data: DataConfig, index: LabelIndex
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and evaluate."""
     config = parse_val(sys.argv[1:] if argv is None else argv)
-    with process_group(config.device) as env:
+    with process_group(config.device, timeout=config.dist_timeout) as env:
         run(config, env)
 
 

@@ -21,7 +21,7 @@ from utils.dataset import LabelIndex
 from utils.errors import UserError
 from utils.logging import get_logger
 from utils.loss import DetectionLoss
-from utils.torch_utils import DistEnv, broadcast_object, load_checkpoint
+from utils.torch_utils import DistEnv, load_checkpoint, once
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,11 @@ class InputConvention:
     scale: float = 1 / 255
     channel_order: str = "RGB"
 
+    def blank(self, model: DetectionModel, device: torch.device) -> Tensor:
+        """Return the smallest batch that a network trains on, (2, 3, H, W) prepared and all black."""
+        side = 2 * model.max_stride
+        return self.prepare(torch.zeros(2, model.channels, side, side, dtype=torch.uint8, device=device))
+
     def prepare(self, images: Tensor) -> Tensor:
         """Turn a batch as the loader gives it into the network's input, on the device it is on.
 
@@ -43,11 +48,11 @@ class InputConvention:
             images: (B, 3, H, W) uint8 RGB.
 
         Returns:
-            (B, 3, H, W) float32, channels last in memory.
+            (B, 3, H, W) in torch's default precision (float32), channels last in memory.
         """
         if self.channel_order == "BGR":
             images = images.flip(1)
-        return images.to(torch.float32, memory_format=torch.channels_last).mul_(self.scale)
+        return images.to(torch.get_default_dtype(), memory_format=torch.channels_last).mul_(self.scale)
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ def fit_anchors(raw_model: DetectionModel, index: LabelIndex, hyp: Hyp, imgsz: i
     if before.bpr >= autoanchor.GOOD_RECALL and not generic:
         log.info(f"anchors     {text}kept")
         return
-    found = broadcast_object(autoanchor.search(sizes, anchors.shape[0], anchors.shape[1], hyp.anchor_t, seed), env)
+    found = once(lambda: autoanchor.search(sizes, anchors.shape[0], anchors.shape[1], hyp.anchor_t, seed), env)
     after = autoanchor.measure(found, sizes, hyp.anchor_t)
     better = (after.bpr, after.score) > (before.bpr, before.score) if generic else after.bpr > before.bpr
     if better:
@@ -158,12 +163,12 @@ def family_of(spec: Mapping[str, Any]) -> Family:
     return FAMILIES[name]
 
 
-def load_model(path: Path, device: torch.device) -> tuple[DetectionModel, Family, int]:
-    """Build the network that a checkpoint holds, with its averaged weights if it has any.
+def load_model(path: Path, env: DistEnv) -> tuple[DetectionModel, Family, int]:
+    """Build the network that a checkpoint holds, with its averaged weights if it has any. Collective.
 
     Args:
-        path: a checkpoint of this program.
-        device: where the network goes.
+        path: a checkpoint of this program, read by rank 0.
+        env: this rank's place; the network goes to its device.
 
     Returns:
         The network in evaluation mode, knowing its class names, its family, and the image size it was trained at.
@@ -171,14 +176,14 @@ def load_model(path: Path, device: torch.device) -> tuple[DetectionModel, Family
     Raises:
         UserError: the file is no such checkpoint, or is damaged.
     """
-    checkpoint = load_checkpoint(path)
+    checkpoint = once(lambda: load_checkpoint(path), env)
     missing = {"spec", "names", "model", "config"} - checkpoint.keys()
     if missing:
         raise UserError(f"{path} holds no network: {', '.join(sorted(missing))} is missing")
     family = family_of(checkpoint["spec"])
     model = family.build(checkpoint["spec"], len(checkpoint["names"]), checkpoint["names"])
     load_state(model, weights_of(checkpoint), strict=True)
-    return model.to(device).to(memory_format=torch.channels_last).eval(), family, checkpoint["config"]["imgsz"]
+    return model.to(env.device).to(memory_format=torch.channels_last).eval(), family, checkpoint["config"]["imgsz"]
 
 
 def weights_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Tensor]:

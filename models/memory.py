@@ -6,7 +6,7 @@ from torch import Tensor
 from models.yolo import DetectionModel, run_on_meta
 from utils.errors import UserError
 from utils.image_cache import free_memory
-from utils.torch_utils import BufferSnapshot, Precision
+from utils.steps import BufferSnapshot, Precision
 
 COPIES = 4  # of the weights: raw, gradient, momentum, average
 PROBE_IMAGES = 2  # BatchNorm wants more than one value

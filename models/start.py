@@ -4,11 +4,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from models.families import weights_of
+from torch import nn
+
+from models.families import Family, weights_of
 from models.yolo import DetectionModel, load_state
 from utils.config import find_yaml, load_yaml
 from utils.errors import UserError
 from utils.logging import get_logger
+from utils.torch_utils import BatchPlan
+
+SMALL_BATCH = 16  # images, below which BatchNorm's statistics get noisy
 
 
 def network_spec(cfg: str, weights: str, checkpoint: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -85,6 +90,27 @@ def freeze(raw_model: DetectionModel, layers: Sequence[int]) -> None:
         raw_model.model[layer].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in raw_model.parameters()):
         raise UserError(f"--freeze {typed} leaves nothing to train")
+
+
+def choose_sync_bn(wanted: bool | None, family: Family, raw_model: DetectionModel, plan: BatchPlan) -> bool:
+    """Decide whether BatchNorm sees the global batch; alone it does anyway.
+
+    Args:
+        wanted: ``--sync-bn`` or ``--no-sync-bn``; None leaves it to the family.
+        family: of the network.
+        raw_model: the network.
+        plan: how the batch is shared out.
+    """
+    if plan.world_size == 1:
+        return False
+    sync_bn = family.sync_bn if wanted is None else wanted
+    has_norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in raw_model.modules())
+    if has_norms and not sync_bn and plan.local_batch < SMALL_BATCH:
+        get_logger().warning(
+            f"BatchNorm sees only the {plan.local_batch} images of its own rank, fewer than {SMALL_BATCH}: results "
+            "will differ from those of one device; --sync-bn makes it see all, a larger --batch-size helps as well"
+        )
+    return sync_bn
 
 
 def check_imgsz(imgsz: int, raw_model: DetectionModel) -> None:

@@ -18,15 +18,8 @@ from torch import nn
 from tests.common import PROJECT
 from utils.checkpoint_files import checkpoint_bytes, digest_of, previous_path
 from utils.errors import UserError
-from utils.torch_utils import (
-    ModelEMA,
-    NonFiniteError,
-    load_checkpoint,
-    load_newest,
-    rng_state,
-    save_checkpoint,
-    strip_checkpoint,
-)
+from utils.seeds import rng_state
+from utils.torch_utils import ModelEMA, NonFiniteError, load_checkpoint, load_newest, save_checkpoint, strip_checkpoint
 
 posix_only = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals and limits")
 

@@ -164,8 +164,6 @@ def test_mistakes_in_flags(line: str, words: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "--sync-bn",
-        "--no-sync-bn",
         "--image-weights",
         "--evolve",
         "--evolve 10",
@@ -179,9 +177,6 @@ def test_mistakes_in_flags(line: str, words: str) -> None:
         "--cache val",
         "--batch-size -1",
         "--batch=-1",
-        "--device 0,1",
-        "--device cpu,cpu",
-        "--device all",
     ],
 )
 def test_features_of_later_are_never_ignored(line: str) -> None:
@@ -192,9 +187,9 @@ def test_features_of_later_are_never_ignored(line: str) -> None:
 
 
 def test_all_mistakes_come_at_once() -> None:
-    message = train_error("--bach-size 32 --quad --epochs 0 --cache val --imgsz x --device 0,1")
-    assert message.splitlines()[0] == "6 problems"
-    for flag in ("--bach-size", "--quad", "--epochs", "--cache val", "--imgsz", "--device 0,1"):
+    message = train_error("--bach-size 32 --quad --epochs 0 --cache val --imgsz x")
+    assert message.splitlines()[0] == "5 problems"
+    for flag in ("--bach-size", "--quad", "--epochs", "--cache val", "--imgsz"):
         assert f"- {flag} " in message
 
 
@@ -230,7 +225,7 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
         for item in dataclasses.fields(kind):
             assert f"--{item.name.replace('_', '-')}" in text
         assert text.count("(default: ") == len(dataclasses.fields(kind))
-        assert "--sync-bn" not in text
+        assert "--quad" not in text
 
 
 def test_flags_page_is_up_to_date() -> None:

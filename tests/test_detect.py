@@ -19,7 +19,7 @@ import torch
 import detect
 from models.yolo import DetectionModel, load_state
 from tests.common import PROJECT, SHARED, needs_shared
-from tests.test_sources import Handler, Server, exif_rotated, make_video, picture, write
+from tests.test_sources import Handler, Server, exif_rotated, make_video, picture, pipe, write
 from utils.config import load_yaml, parse_detect
 from utils.errors import UserError
 from utils.sources import safe_name
@@ -332,6 +332,26 @@ def test_streams_side_by_side(weights: Path, tmp_path: Path) -> None:
     path.write_text("".join(f"{make_video(tmp_path / name, 5)}\n" for name in ("a.avi", "b.avi")))
     run_dir = run(weights, path, "--save-txt", "--max-det", "3")
     assert [len(read_video(run_dir / f"{name}.mp4")[0]) for name in "ab"] == [5, 5]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_stream_that_hangs_in_its_driver_ends_the_run(weights: Path, tmp_path: Path) -> None:
+    """Also the process, whose thread hangs on; what came before is in a whole video."""
+    whole = make_video(tmp_path / "whole.ts", 60).read_bytes()
+    (tmp_path / "hung.streams").write_text("hung.ts\n")
+    command = [sys.executable, str(PROJECT / "detect.py"), "--weights", str(weights), "--device", "cpu"]
+    with pipe(tmp_path / "hung.ts", whole[: len(whole) * 2 // 3]):
+        done = subprocess.run(
+            [*command, "--source", "hung.streams", "--stream-timeout", "2"],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            timeout=100,
+            check=False,
+        )
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert "hung.ts: no frame for 2 s; the stream has ended" in done.stdout
+    assert read_video(tmp_path / "runs/detect/exp/hung.mp4")[0]
 
 
 def test_ctrl_c_ends_a_stream_with_a_whole_video(weights: Path, server: Server, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import cv2
 import numpy as np
 import pytest
 
+from tests.common import SHARED, needs_shared
 from utils.images import ImageError, image_size, read_image
 
 
@@ -111,8 +112,11 @@ def test_size_behind_long_segments(tmp_path: Path) -> None:
     path = tmp_path / "b.jpg"
     path.write_bytes(whole)
     assert image_size(str(path)) == read_image(str(path)).shape[:2] == (32, 24)
-    path.write_bytes(whole[: -len(data) // 3])
+    path.write_bytes(whole[:-3])
     with pytest.raises(ImageError, match=r"b\.jpg: is cut short"):
+        image_size(str(path))
+    path.write_bytes(whole[: -len(data) // 3])
+    with pytest.raises(ImageError, match=r"b\.jpg: ends inside its header"):
         image_size(str(path))
 
 
@@ -138,3 +142,153 @@ def test_damaged_images_are_named(tmp_path: Path, suffix: str) -> None:
             image_size(str(path))
     with pytest.raises(ImageError, match=r"missing\.jpg: No such file"):
         read_image(str(tmp_path / "missing.jpg"))
+
+
+# --- damage behind a header that is whole ---
+
+
+def noise(height: int = 96, width: int = 128) -> np.ndarray:
+    return cv2.GaussianBlur(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8), (5, 5), 0)
+
+
+def chunks(data: bytes) -> list[tuple[bytes, int, int]]:
+    """Name, place and length of each chunk of a PNG file, its 12 bytes of length, name and checksum included."""
+    found, at = [], 8
+    while at < len(data):
+        length = struct.unpack_from(">I", data, at)[0] + 12
+        found.append((data[at + 4 : at + 8], at, length))
+        at += length
+    return found
+
+
+def damaged(data: bytes, at: int, length: int = 1) -> bytes:
+    return data[:at] + bytes(255 - byte for byte in data[at : at + length]) + data[at + length :]
+
+
+def decodes(data: bytes) -> bool:
+    return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR) is not None
+
+
+@pytest.mark.parametrize("colors", [3, 1, 0])  # 0: a palette
+def test_png_is_whole_where_decoders_say_so(tmp_path: Path, colors: int) -> None:
+    """Bytes are turned over in every part of every chunk; a length leads elsewhere, a part is gone."""
+    if colors:
+        picture = noise()[..., :colors]
+        whole = cv2.imencode(".png", picture)[1].tobytes()
+    else:
+        rows = (noise()[..., 0] >> 4).tobytes()
+        pixels = zlib.compress(b"".join(b"\0" + rows[k : k + 128] for k in range(0, len(rows), 128)))
+        parts = (
+            b"IHDR" + struct.pack(">IIBBBBB", 128, 96, 8, 3, 0, 0, 0),
+            b"PLTE" + bytes(range(48)),
+            b"IDAT" + pixels,
+        )
+        whole = b"".join(
+            struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in (*parts, b"IEND")
+        )
+        whole = b"\x89PNG\r\n\x1a\n" + whole
+    whole = with_exif(whole, exif(1))  # a chunk that the picture does not need
+    cases = {"whole": whole}
+    for kind, at, length in chunks(whole)[:-1]:
+        for part, where in (("first", at + 8), ("last", at + length - 5), ("checksum", at + length - 2)):
+            if kind != b"IHDR" or part == "checksum":
+                cases[f"{kind.decode()} {at} {part}"] = damaged(whole, where)
+    _, at, length = next(chunk for chunk in chunks(whole) if chunk[0] == b"IDAT")
+    cases["length"] = damaged(whole, at + 2)
+    cases["gone"] = whole[: at + 200] + whole[at + 300 :]
+    path = tmp_path / "a.png"
+    outcomes = {}
+    for name, data in cases.items():
+        path.write_bytes(data)
+        try:
+            outcomes[name] = image_size(str(path)) == (96, 128)
+        except ImageError:
+            outcomes[name] = False
+    assert outcomes == {name: decodes(data) for name, data in cases.items()}
+    assert outcomes["whole"] and not outcomes["length"] and not outcomes["gone"]
+    assert len(cases) > 9 and 3 < sum(outcomes.values()) < len(cases) - 3
+    path.write_bytes(cases["gone"])
+    with pytest.raises(ImageError, match=r"a\.png: is damaged$"):
+        image_size(str(path))
+
+
+def jpeg(*options: int, sampling: int = cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420, colors: int = 3) -> bytes:
+    flags = [cv2.IMWRITE_JPEG_QUALITY, 92, *options]
+    if colors == 3:
+        flags += [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, sampling]
+    return cv2.imencode(".jpg", noise(101, 131)[..., :colors], flags)[1].tobytes()
+
+
+@pytest.mark.parametrize("interval", [1, 3, 5, 60])
+@pytest.mark.parametrize(
+    ("sampling", "colors"),
+    [
+        (cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420, 3),
+        (cv2.IMWRITE_JPEG_SAMPLING_FACTOR_422, 3),
+        (cv2.IMWRITE_JPEG_SAMPLING_FACTOR_440, 3),
+        (cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444, 3),
+        (0, 1),
+    ],
+)
+def test_restart_markers_show_what_is_gone(tmp_path: Path, interval: int, sampling: int, colors: int) -> None:
+    whole = jpeg(cv2.IMWRITE_JPEG_RST_INTERVAL, interval, sampling=sampling, colors=colors)
+    path = tmp_path / "a.jpg"
+    path.write_bytes(whole)
+    assert image_size(str(path)) == (101, 131)
+    start = whole.rindex(b"\xff\xda")
+    marks = [k for k in range(start, len(whole)) if whole[k] == 0xFF and 0xD0 <= whole[k + 1] <= 0xD7]
+    assert marks
+    for first, last in ((marks[0], marks[0] + 2), (marks[-1], len(whole) - 2), (marks[0], marks[len(marks) // 2] + 2)):
+        for filling in (b"", bytes(last - first)):
+            path.write_bytes(whole[:first] + filling + whole[last:])
+            with pytest.raises(ImageError, match=r"a\.jpg: is damaged$"):
+                image_size(str(path))
+
+
+@pytest.mark.parametrize("progressive", [0, 1])
+def test_whole_jpeg_files_are_no_damage(tmp_path: Path, progressive: int) -> None:
+    """Also with restart markers in several scans, a thumbnail that has some, and padding behind the end."""
+    marks = jpeg(cv2.IMWRITE_JPEG_RST_INTERVAL, 3, cv2.IMWRITE_JPEG_PROGRESSIVE, progressive)
+    plain = jpeg(cv2.IMWRITE_JPEG_PROGRESSIVE, progressive)
+    assert b"\xff\xdd" in marks and b"\xff\xdd" not in plain
+    for data in (marks, plain, with_exif(plain, exif(1) + marks), marks + b"\xff\xd0" * 50):
+        (tmp_path / "a.jpg").write_bytes(data)
+        assert image_size(str(tmp_path / "a.jpg")) == (101, 131)
+
+
+def test_jpeg_without_a_picture(tmp_path: Path) -> None:
+    whole = jpeg()
+    frame, start = whole.index(b"\xff\xc0"), whole.index(b"\xff\xda")
+    path = tmp_path / "a.jpg"
+    for data, part in (
+        (whole[:start] + b"\xff\xd9", "picture"),
+        (whole[:start] + whole[start + 2 :], "picture"),
+        (whole[:frame] + whole[start:], "frame header"),
+    ):
+        path.write_bytes(data)
+        assert not decodes(data)
+        with pytest.raises(ImageError, match=rf"a\.jpg: has no {part}$"):
+            image_size(str(path))
+
+
+@pytest.mark.parametrize("value", [0, 1, 255])
+def test_any_frame_header_is_a_size_or_an_error(tmp_path: Path, value: int) -> None:
+    data = jpeg(cv2.IMWRITE_JPEG_RST_INTERVAL, 3)
+    starts = [data.index(mark) for mark in (b"\xff\xc0", b"\xff\xdd", b"\xff\xda")]
+    path, errors = tmp_path / "a.jpg", 0
+    for place in (k for start in starts for k in range(start, start + 19)):
+        path.write_bytes(data[:place] + bytes([value]) + data[place + 1 :])
+        try:
+            assert len(image_size(str(path))) == 2
+        except ImageError:
+            errors += 1
+    assert errors > 5
+
+
+@needs_shared
+def test_real_photos_are_whole() -> None:
+    paths = sorted((SHARED / "datasets").rglob("*.jpg"))
+    assert len(paths) > 200
+    for path in paths:
+        image = cv2.imread(str(path))
+        assert image is not None and image_size(str(path)) == image.shape[:2], path

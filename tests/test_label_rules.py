@@ -4,6 +4,7 @@ import csv
 import hashlib
 import logging
 import struct
+import zlib
 from pathlib import Path
 
 import cv2
@@ -209,6 +210,7 @@ def test_images_that_are_left_out(weights: Path, cwd: Path) -> None:
     picture(root / "images/tiny.png", 9, 200)
     huge = bytearray(picture(root / "images/huge.png").read_bytes())
     huge[16:24] = struct.pack(">II", 20000, 20000)
+    huge[29:33] = struct.pack(">I", zlib.crc32(huge[12:29]))
     (root / "images/huge.png").write_bytes(huge)
     (root / "images/text.jpg").write_text("<html>404 not found</html>")
     (root / "labels").mkdir()

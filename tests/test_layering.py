@@ -16,12 +16,17 @@ ROWS = (
         "utils.chart_style",
         "utils.checkpoint_files",
         "utils.data_report",
+        "utils.devices",
         "utils.drawing",
         "utils.flags",
         "utils.images",
         "utils.logging",
+        "utils.network",
         "utils.polygons",
         "utils.preflight",
+        "utils.seeds",
+        "utils.slurm",
+        "utils.steps",
     ),
     ("utils.charts", "utils.labels", "utils.pictures"),
     ("utils.image_lists", "utils.plot_worker"),
@@ -35,8 +40,9 @@ ROWS = (
         "utils.run_folder",
         "utils.shapes",
         "utils.sources",
+        "utils.sync_bn",
     ),
-    ("utils.autoanchor", "utils.dataset", "utils.detection_files", "utils.loss"),
+    ("utils.autoanchor", "utils.data_parallel", "utils.dataset", "utils.detection_files", "utils.loss"),
     ("utils.image_cache", "utils.val_files"),
     ("utils.dataloaders",),
     ("models.common", "utils.plots"),
@@ -51,7 +57,8 @@ ROWS = (
 )
 BENCHMARKS = "benchmarks."  # scripts that may import everything; nothing imports them
 PACKAGES = ("utils", "models")
-DISTRIBUTED_ROOMS = ("utils.torch_utils", "utils.launch")
+# utils.errors reads one variable: an error is said once on a machine, also before torch is imported.
+DISTRIBUTED_ROOMS = ("utils.torch_utils", "utils.launch", "utils.errors")
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 NOT_OURS = {"tests", "runs", "datasets", "build", "venv"}
 

@@ -33,11 +33,12 @@ def test_main_process_says_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "plain line\nWARNING: look out\n"
 
 
-def test_other_ranks_warn_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_say_errors_only(capsys: pytest.CaptureFixture[str]) -> None:
     log = get_logger(3)
     log.info("plain")
     log.warning("look out")
-    assert capsys.readouterr().out == "WARNING: look out\n"
+    log.error("only I know")
+    assert capsys.readouterr().out == "ERROR: only I know\n"
     get_logger(0)
 
 

@@ -10,7 +10,8 @@ from torch import nn
 from models.yolo import DetectionModel
 from utils.config import ROOT, Hyp, load_yaml
 from utils.optim import Schedule, build_optimizer, load_optimizer, param_groups
-from utils.torch_utils import guarded_step, split_global_batch
+from utils.steps import guarded_step
+from utils.torch_utils import split_global_batch
 
 OFF = torch.amp.GradScaler("cpu", enabled=False)
 

@@ -1,5 +1,8 @@
 """Where pictures come from: what a text means, odd files, videos, streams that stall, break and come back."""
 
+import contextlib
+import os
+import socket
 import struct
 import threading
 import time
@@ -15,6 +18,7 @@ from utils.errors import UserError
 from utils.sources import (
     Frame,
     Source,
+    Stream,
     count_pictures,
     find_sources,
     open_streams,
@@ -35,12 +39,12 @@ def picture(value: int = 100, height: int = 12, width: int = 16) -> np.ndarray:
 
 
 def make_video(path: Path, frames: int, fps: float = 10, size: tuple[int, int] = (64, 48)) -> Path:
-    """Frame n (from 1) has the grey level 10 n."""
+    """Frame n (from 1) has the grey level 10 n, from the 26th on of less."""
     code = "MJPG" if path.suffix == ".avi" else "mp4v"
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*code), fps, size)
     assert writer.isOpened()
     for number in range(1, frames + 1):
-        writer.write(picture(10 * number, size[1], size[0]))
+        writer.write(picture(10 * number % 260, size[1], size[0]))
     writer.release()
     return path
 
@@ -120,6 +124,8 @@ def test_names_are_unique(tmp_path: Path) -> None:
         ("http://host/x.jpg", "download it"),
         ("http://host:port/x", "is not a URL"),
         ("http://", "is no stream"),
+        ("2147483648", "there is no camera 2147483648"),
+        ("9" * 5000, "there is no camera 999"),
     ],
 )
 def test_mistakes_are_one_sentence(folder: Path, source: str, message: str) -> None:
@@ -309,6 +315,151 @@ def test_dead_stream_is_one_sentence_in_time(server: Server, address: str) -> No
         pass
     assert time.monotonic() - start < 15 and "secret" not in str(error.value)
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("stream ")]
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "rtsp", "rtmp"])
+def test_server_that_never_answers(tmp_path: Path, scheme: str) -> None:
+    """It accepts connections. Three such take little longer than one."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        path = tmp_path / "three.streams"
+        path.write_text("".join(f"{scheme}://127.0.0.1:{silent.getsockname()[1]}/{k}\n" for k in range(3)))
+        start = time.monotonic()
+        with pytest.raises(UserError, match=r"/[012] \(waited 1 s"), open_streams(find_sources(str(path)), 1, 1.0):
+            pass
+        assert 0.9 < time.monotonic() - start < 3
+
+
+@contextlib.contextmanager
+def pipe(path: Path, content: bytes) -> Iterator[None]:
+    """A named pipe that gives these bytes and then nothing, without an end: who reads hangs there."""
+    os.mkfifo(path)
+    written, done = threading.Event(), threading.Event()
+
+    def write_all() -> None:
+        with path.open("wb", buffering=0) as file:
+            with contextlib.suppress(BrokenPipeError):
+                file.write(content)
+            written.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=write_all, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        with contextlib.suppress(OSError):  # let go who waits for the other end to open
+            os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+        thread.join(5)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+@pytest.mark.parametrize("suffix", ["ts", "avi"])  # without and with a number of frames
+def test_stream_that_hangs_while_reading_is_given_up(
+    tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OpenCV's own time limit does not help: it is in read(2)."""
+    whole = make_video(tmp_path / f"whole.{suffix}", 60).read_bytes()
+    (tmp_path / "hung.streams").write_text(f"{tmp_path}/hung.{suffix}\n")
+    with pipe(tmp_path / f"hung.{suffix}", whole[: len(whole) * 2 // 3]):
+        with open_streams(find_sources(str(tmp_path / "hung.streams")), timeout=1.5) as streams:
+            last = time.monotonic()
+            count = 0
+            for frames in read_streams(streams):
+                count += len(frames)
+                last = time.monotonic()
+            assert 1.4 < time.monotonic() - last < 2.5
+            closed = time.monotonic()
+        assert time.monotonic() - closed < 3
+    assert count > 0 and f"hung.{suffix}: no frame for 1.5 s; the stream has ended" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_streams_that_hang_while_opening_cost_their_time_once(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        for k in range(4):
+            os.mkfifo(tmp_path / f"{k}.ts")
+            # Somebody has to let the threads go in the end.
+            stack.callback(lambda k=k: os.close(os.open(tmp_path / f"{k}.ts", os.O_RDWR | os.O_NONBLOCK)))
+        path = tmp_path / "four.streams"
+        path.write_text("".join(f"{tmp_path}/{k}.ts\n" for k in range(4)))
+        start = time.monotonic()
+        with pytest.raises(UserError, match=r"from \S*/[0-3]\.ts \(waited 1 s"), open_streams(find_sources(str(path)), 1, 1.0):
+            pass
+        assert 2.9 < time.monotonic() - start < 4.5  # a second for all of them, two until they are left alone
+
+
+def test_silent_connection_is_opened_again_in_time(server: Server) -> None:
+    """A camera that lost its power says nothing, not even that it is gone."""
+    server.silent_after, server.frames = True, 25
+    with open_streams(find_sources(f"{server.url}/cam"), timeout=3) as streams:
+        for frames in read_streams(streams):
+            if frames[0].number > server.frames:
+                break
+    assert server.connections == 2 and frames[0].number > server.frames
+
+
+class Driver:
+    """A camera's driver as cv2.VideoCapture shows it, live or with an end; the frame after the last one breaks."""
+
+    pause, count, decodable = 0.01, 0, 1_000_000
+
+    def __init__(self, *_: object) -> None:
+        self.number = 0
+
+    def grab(self) -> bool:
+        time.sleep(self.pause)
+        self.number += 1
+        return not 0 < self.count < self.number
+
+    def retrieve(self) -> tuple[bool, np.ndarray | None]:
+        return (True, picture(self.number % 250)) if self.number <= self.decodable else (False, None)
+
+    def get(self, prop: int) -> float:
+        return self.count if prop == cv2.CAP_PROP_FRAME_COUNT else 25.0
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_frames_that_cannot_be_decoded_are_no_life(monkeypatch: pytest.MonkeyPatch, stride: int) -> None:
+    monkeypatch.setattr(cv2, "VideoCapture", Driver)
+    monkeypatch.setattr(Driver, "decodable", 30)
+    start = time.monotonic()
+    with open_streams(find_sources("0"), stride, timeout=1.0) as streams:
+        last = [frames[0].number for frames in read_streams(streams)][-1]
+    assert 31 - stride <= last <= 30 and time.monotonic() - start < 5
+
+
+def test_frames_that_are_passed_over_are_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stride the frames that are kept may be further apart than the time limit."""
+    monkeypatch.setattr(cv2, "VideoCapture", Driver)
+    numbers = []
+    with open_streams(find_sources("0"), vid_stride=150, timeout=0.5) as streams:
+        for frames in read_streams(streams):
+            numbers.append(frames[0].number)
+            if len(numbers) == 3:
+                break
+    assert numbers == [1, 151, 301]
+
+
+def test_who_is_slow_to_take_frames_loses_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture may cost more than the time limit; the next frame is there a moment after the last one was taken."""
+    monkeypatch.setattr(cv2, "VideoCapture", Driver)
+    monkeypatch.setattr(Driver, "count", 6)
+    numbers = []
+    stream = Stream(Source("stream", "0", "camera"), timeout=0.2)
+    while stream.alive():
+        frame = stream.take(1)
+        if frame is not None:
+            numbers.append(frame.number)
+            if len(numbers) < 6:
+                assert stream.alive()
+                time.sleep(0.5)
+    stream.stop()
+    stream.join(2)
+    assert numbers == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

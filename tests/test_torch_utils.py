@@ -13,39 +13,43 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from utils import torch_utils
+from utils import steps
 from utils.config import Hyp
+from utils.devices import memory_usage, parse_device
 from utils.errors import UserError
 from utils.optim import build_optimizer
+from utils.seeds import rng_state, seed_everything, set_rng_state
+from utils.steps import BufferSnapshot, Precision, choose_precision, clip_and_check, guarded_step
 from utils.torch_utils import (
+    LAUNCHER_VARIABLES,
     BatchPlan,
-    BufferSnapshot,
     DistEnv,
     ModelEMA,
-    Precision,
     all_gather_objects,
+    all_gather_rows,
     all_reduce_sum,
+    assign_device,
     barrier,
     broadcast_object,
-    choose_precision,
-    clip_and_check,
     dist_env,
     foreach_lerp,
-    guarded_step,
+    gather_objects,
+    gather_on_machine,
     load_checkpoint,
-    memory_usage,
-    parse_device,
+    once,
+    once_per_machine,
     process_group,
-    rng_state,
+    rank_device,
     save_checkpoint,
-    seed_everything,
-    select_device,
-    set_rng_state,
     split_global_batch,
+    start_all_reduce_sum,
 )
 
 CPU = torch.device("cpu")
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+SLURM = (
+    *("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"),
+)
 
 
 def names(devices: list[torch.device]) -> list[str]:
@@ -107,12 +111,55 @@ def test_all_without_a_gpu() -> None:
         parse_device("all", cuda_count=0, has_mps=False)
 
 
-def test_several_devices_are_not_available_yet() -> None:
+def test_devices_are_chosen_without_the_environment() -> None:
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    with pytest.raises(UserError, match=r"--device cpu,cpu: .*not available yet"):
-        select_device("cpu,cpu")
-    assert select_device("cpu") == CPU
+    assert rank_device("cpu", DistEnv()) == CPU
+    with pytest.raises(UserError, match=r"--device cpu,cpu names 2 devices, .* --nproc_per_node 2"):
+        rank_device("cpu,cpu", DistEnv())
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+
+
+@pytest.mark.parametrize(
+    ("flag", "local_rank", "ranks", "cuda_count", "expected"),
+    [
+        ("0,1", 1, 2, 4, "cuda:1"),
+        ("2,3", 0, 2, 4, "cuda:2"),
+        ("2,3", 1, 2, 4, "cuda:3"),
+        ([3, 1], 1, 2, 4, "cuda:1"),
+        ("", 1, 2, 4, "cuda:1"),
+        ("auto", 3, 4, 4, "cuda:3"),
+        ("all", 1, 2, 2, "cuda:1"),
+        ("1", 0, 1, 2, "cuda:1"),
+        ("", 0, 1, 2, "cuda:0"),
+        ("cpu", 1, 2, 4, "cpu"),
+        ("cpu", 0, 1, 4, "cpu"),
+        ("cpu,cpu", 1, 2, 0, "cpu"),
+        ("", 1, 2, 0, "cpu"),
+    ],
+)
+def test_device_of_a_rank(flag: str | list[int], local_rank: int, ranks: int, cuda_count: int, expected: str) -> None:
+    """L2 and L7: a launcher's ranks take what the list says, or each its own GPU."""
+    env = DistEnv(local_rank, local_rank, ranks, ranks, launched=True)
+    assert str(assign_device(flag, env, cuda_count, has_mps=True)) == expected
+
+
+@pytest.mark.parametrize(
+    ("flag", "ranks", "cuda_count", "numbers"),
+    [
+        ("0,1,2", 2, 4, (3, 2)),
+        ("0,1", 1, 4, (2, 1)),
+        ("0", 2, 4, (1, 2)),  # one GPU for several ranks
+        ("mps", 2, 0, (1, 2)),
+        ("cpu,cpu,cpu", 2, 0, (3, 2)),
+        ("all", 2, 4, (4, 2)),
+        ("", 4, 2, (2, 4)),
+    ],
+)
+def test_devices_that_do_not_fit_the_ranks(flag: str, ranks: int, cuda_count: int, numbers: tuple[int, int]) -> None:
+    """L7: an error that says both numbers."""
+    env = DistEnv(0, 0, ranks, ranks, launched=True)
+    with pytest.raises(UserError, match=rf" {numbers[0]} devices?, but the launcher started {numbers[1]} process"):
+        assign_device(flag, env, cuda_count, has_mps=True)
 
 
 def test_memory_usage() -> None:
@@ -130,9 +177,15 @@ def test_memory_usage() -> None:
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in LAUNCHER:
-        monkeypatch.delenv(name, raising=False)
+    for name in (*LAUNCHER_VARIABLES, "GROUP_RANK", *SLURM):
+        monkeypatch.setenv(name, "")  # so that what dist_env sets is taken back as well
+        monkeypatch.delenv(name)
     return monkeypatch
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], values: str) -> None:
+    for name, value in zip(names, values.split(), strict=True):
+        monkeypatch.setenv(name, value)
 
 
 def test_world_of_one(no_launcher: pytest.MonkeyPatch) -> None:
@@ -142,24 +195,80 @@ def test_world_of_one(no_launcher: pytest.MonkeyPatch) -> None:
         assert env.device == CPU
         tensor = torch.ones(3)
         assert all_reduce_sum(tensor, env) is tensor
+        assert start_all_reduce_sum(tensor, env)() is tensor
+        assert all_gather_rows(tensor, env).tolist() == [[1, 1, 1]]
         assert broadcast_object("x", env) == "x"
         assert all_gather_objects({"a": 1}, env) == [{"a": 1}]
+        assert gather_objects(1, env) == gather_on_machine(1, env) == [1]
+        assert once(lambda: 5, env) == once_per_machine(lambda: 5, env) == 5
         barrier(env)
 
 
 def test_launcher_environment(no_launcher: pytest.MonkeyPatch) -> None:
-    for name, value in zip(LAUNCHER, ("3", "1", "4", "2"), strict=True):
-        no_launcher.setenv(name, value)
+    set_all(no_launcher, LAUNCHER_VARIABLES, "3 1 4 2 host 29500")
     env = dist_env()
-    assert (env.rank, env.local_rank, env.world_size, env.local_world_size) == (3, 1, 4, 2)
+    assert env == DistEnv(rank=3, local_rank=1, world_size=4, local_world_size=2, node_rank=1, launched=True)
     assert not env.is_main_process
-    with pytest.raises(UserError, match=r"WORLD_SIZE=4: .*not available yet"), process_group("cpu"):
-        pass
+    no_launcher.setenv("GROUP_RANK", "7")
+    assert dist_env().node_rank == 7
     no_launcher.setenv("RANK", "4")
     with pytest.raises(UserError, match=r"RANK=4 .*WORLD_SIZE=4"):
         dist_env()
     no_launcher.setenv("RANK", "x")
     with pytest.raises(UserError, match="RANK=x"):
+        dist_env()
+
+
+def test_half_of_an_environment(no_launcher: pytest.MonkeyPatch) -> None:
+    """What is missing is named; a master's address alone is no launcher."""
+    no_launcher.setenv("MASTER_ADDR", "host")
+    assert not dist_env().launched
+    no_launcher.setenv("RANK", "0")
+    no_launcher.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"RANK=0 WORLD_SIZE=2 .*but LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT not"):
+        dist_env()
+
+
+def test_place_in_a_slurm_step(no_launcher: pytest.MonkeyPatch) -> None:
+    """Names and formats as SLURM documents them for srun (OUTPUT ENVIRONMENT VARIABLES)."""
+    set_all(no_launcher, SLURM, "0 5 5 3 1 1 2(x2),1 gpu[07-09] 123456")
+    env = dist_env()
+    assert env == DistEnv(rank=3, local_rank=1, world_size=5, local_world_size=2, node_rank=1, launched=True)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("gpu07", "23456")
+    assert os.environ["RANK"] == "3"
+
+
+def test_slurm_does_not_override_what_is_set(no_launcher: pytest.MonkeyPatch) -> None:
+    set_all(no_launcher, SLURM, "0 2 2 1 0 1 1(x2) a,b 1")
+    no_launcher.setenv("MASTER_ADDR", "10.0.0.1")
+    no_launcher.setenv("MASTER_PORT", "1234")
+    assert dist_env().world_size == 2
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.1", "1234")
+
+
+def test_torchrun_inside_slurm(no_launcher: pytest.MonkeyPatch) -> None:
+    set_all(no_launcher, SLURM, "0 2 2 1 0 1 1(x2) a,b 1")
+    set_all(no_launcher, LAUNCHER_VARIABLES, "0 0 8 4 host 29500")
+    assert (dist_env().world_size, dist_env().local_world_size) == (8, 4)
+
+
+def test_a_batch_script_is_one_process(no_launcher: pytest.MonkeyPatch) -> None:
+    """Outside a step SLURM's variables describe the job, not this process; a step of one task is one process."""
+    set_all(no_launcher, SLURM, "0 4 4 0 0 0 4 a 1")
+    no_launcher.delenv("SLURM_STEP_ID")
+    assert not dist_env().launched
+    set_all(no_launcher, SLURM, "0 1 4 0 0 0 1 a 1")
+    assert not dist_env().launched
+
+
+def test_half_of_a_slurm_step(no_launcher: pytest.MonkeyPatch) -> None:
+    set_all(no_launcher, SLURM, "0 2 2 1 0 1 1(x2) a,b 1")
+    no_launcher.delenv("SLURM_LOCALID")
+    no_launcher.delenv("SLURM_JOB_ID")
+    with pytest.raises(UserError, match=r"SLURM step of 2 tasks, but SLURM_LOCALID, SLURM_JOB_ID is not set"):
+        dist_env()
+    set_all(no_launcher, SLURM, "0 2 2 1 0 1 1(y2) a,b 1")
+    with pytest.raises(UserError, match=r"tasks per node: '1\(y2\)'"):
         dist_env()
 
 
@@ -226,7 +335,7 @@ def test_precision_of_this_cpu() -> None:
 
 
 def test_precision_of_a_cpu_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_utils, "cpu_has_bf16", lambda: False)
+    monkeypatch.setattr(steps, "cpu_has_bf16", lambda: False)
     assert choose_precision("auto", CPU) == Precision("off")
     with pytest.raises(UserError, match="use --amp auto or off"):
         choose_precision("bf16", CPU)

@@ -34,7 +34,6 @@ from utils.console import RunClock
 from utils.data_config import build_train_config
 from utils.errors import UserError
 from utils.flags import given_flags
-from utils.logging import CsvLog
 from utils.torch_utils import load_checkpoint, process_group
 
 FIGURES = ["metrics/precision", "metrics/recall", "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"]
@@ -415,12 +414,12 @@ def test_a_window_with_nan_leaves_no_trace(
     with torch_settings_kept(), process_group("cpu") as env, contextlib.ExitStack() as stack:
         run = train.set_up(config, env)
         batches, val_batches = train.open_loaders(run, stack)
-        log, clock = CsvLog(run.run_dir / "results.csv", train.COLUMNS), RunClock(4, 0)
+        clock = RunClock(4, 0)
 
         def epoch() -> tuple[dict[str, Any], list[float], str]:
             capsys.readouterr()
             losses = train.train_epoch(run, batches, clock)
-            train.end_epoch(run, losses, val_batches, log)
+            train.end_epoch(run, losses, val_batches)
             return load_checkpoint(run.run_dir / "weights/last.pt"), losses, capsys.readouterr().out
 
         before, _, _ = epoch()

@@ -29,9 +29,6 @@ Config = TypeVar("Config")
 # Features that YOLOv5 users know and that come later. Named here they are one clear error instead of a silent no-op;
 # delete a line when its feature arrives. Keys: a flag, or a flag with one of its values.
 TRAIN_NOT_YET = {
-    "--sync-bn": "training runs on one device so far, where BatchNorm sees the whole batch anyway",
-    "--no-sync-bn": "training runs on one device so far, where BatchNorm sees the whole batch anyway",
-    "--device A,B": "training runs on one device so far; name a single one, such as 0, cuda:0, mps or cpu",
     "--batch-size -1": "the batch is not measured so far; give a number",
     "--cache val": "the image cache holds every split or none; use --cache ram, disk or off",
     "--image-weights": "every image is drawn once per epoch so far",
@@ -45,7 +42,6 @@ TRAIN_NOT_YET = {
     "--bbox_interval": "no hosted logger is built in; results are in results.csv",
 }
 VAL_NOT_YET = {
-    "--device A,B": "validation runs on one device so far; name a single one, such as 0, cuda:0, mps or cpu",
     "--task study": "validation reports figures of a split so far; use --task train, val, test or speed",
     "--save-hybrid": "detections are scored, not written, so far",
     "--half": "networks are measured in full precision so far",
@@ -140,9 +136,17 @@ class TrainConfig:
     )
     val_batch: int = flag(0, "validation", "images per validation batch; 0 = the smaller of --batch-size and 32", low=0)
 
-    device: str = flag("", "device", "cpu, mps, a GPU as 0 or cuda:0, or '' for the best one there is")
+    device: str = flag(
+        "",
+        "device",
+        "cpu, mps, a GPU as 0 or cuda:0, or '' for the best one there is; for ranks of a launcher one each, as 0,1",
+    )
+    sync_bn: bool | None = flag(
+        None, "device", "BatchNorm over the images of all ranks; automatic = as the network family has it (YOLOv5: yes)"
+    )
+    dist_timeout: int = flag(10_800, "device", "seconds that a rank waits for the others", low=1)
     amp: str = flag("auto", "device", "precision of the forward pass", choices=("auto", "bf16", "fp16", "off"))
-    deterministic: bool | None = flag(None, "device", "bit-identical repeats; on for CPU unless said otherwise")
+    deterministic: bool | None = flag(None, "device", "bit-identical repeats; automatic = on the CPU")
 
     project: str = flag("runs/train", "output", "folder of run folders", metavar="FOLDER")
     name: str = flag("exp", "output", "run folder; exp2, exp3 ... when taken; 'cfg' = the network's name")
@@ -182,7 +186,12 @@ class ValConfig:
     )
     verbose: bool = flag(False, "scoring", "one line per class, however many there are")
 
-    device: str = flag("", "device", "cpu, mps, a GPU as 0 or cuda:0, or '' for the best one there is")
+    device: str = flag(
+        "",
+        "device",
+        "cpu, mps, a GPU as 0 or cuda:0, or '' for the best one there is; for ranks of a launcher one each, as 0,1",
+    )
+    dist_timeout: int = flag(10_800, "device", "seconds that a rank waits for the others", low=1)
 
     save_txt: bool = flag(False, "output", "write labels/NAME.txt with the detections of each image")
     save_conf: bool = flag(False, "output", "add the confidence to the rows of --save-txt")

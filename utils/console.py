@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from tqdm import tqdm
 
-from utils.torch_utils import DistEnv, memory_usage
+from utils.devices import memory_usage
+from utils.torch_utils import DistEnv
 
 LOOK_EVERY = 10  # micro-batches between two looks at the losses: each look makes the host wait for the device
 

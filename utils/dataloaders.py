@@ -34,7 +34,7 @@ from utils.errors import UserError
 from utils.image_cache import ImageCache
 from utils.images import ImageError
 from utils.polygons import Polygons
-from utils.torch_utils import DistEnv
+from utils.torch_utils import ALONE, DistEnv, gather_objects, once_per_machine
 
 # A position is a 64-bit word of a generator's counter. No epoch has this many samples, so the topmost ones serve what
 # is drawn once per epoch or batch.
@@ -276,20 +276,31 @@ def val_batches(index: LabelIndex, imgsz: int, batch: int, stride: int, pad: flo
 
 
 def create_cache(
-    index: LabelIndex, imgsz: int, mode: str, *, train: bool, logger: logging.Logger | None = None
+    index: LabelIndex, imgsz: int, mode: str, env: DistEnv = ALONE, *, train: bool, logger: logging.Logger | None = None
 ) -> ImageCache:
     """A cache for the resized images of a ``DetectionDataset`` on ``index``, which training interpolates otherwise.
+
+    Made by the first rank of each machine and shared by all its ranks. Collective: every rank must call it.
 
     Args:
         index: of the split.
         imgsz: longer side of the images, pixels.
         mode: ``ram``, ``disk`` or ``off``.
+        env: this rank's place.
         train: whether the data set has ``hyp``.
         logger: see ``ImageCache.create``.
     """
     shapes = augmentations.resized_shapes(index.shapes, imgsz)
     interpolation = "linear" if train else "area"
-    return ImageCache.create(index, imgsz, mode, shapes=shapes, interpolation=interpolation, logger=logger)
+    cache = once_per_machine(
+        lambda: ImageCache.create(index, imgsz, mode, shapes=shapes, interpolation=interpolation, logger=logger), env
+    )
+    counts = gather_objects(cache.count, env)
+    if min(counts, default=0) < max(counts, default=0):
+        (logger or logging.getLogger("lockstep")).warning(
+            f"image cache: ranks hold {', '.join(map(str, counts))} images; those without decode them every time"
+        )
+    return cache
 
 
 class DetectionDataset(Dataset[Sample]):

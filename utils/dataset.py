@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -36,6 +36,7 @@ from utils.images import ImageError, image_size, read_image
 from utils.labels import BAD_CLASS, RowReader, check_rows, label_path
 from utils.polygons import Polygons
 from utils.shapes import ensure_shapes
+from utils.torch_utils import ALONE, DistEnv, all_gather_objects, gather_on_machine, once_per_machine
 
 __all__ = ["LabelIndex", "build_index", "cache_folders", "open_splits", "read_image"]
 
@@ -111,20 +112,32 @@ def _checked_size(path: str) -> tuple[int, int]:
     return height, width
 
 
-def _scan(paths: list[str], stats: np.ndarray, num_classes: int, split: str) -> _Part:
-    """Scan all images on all cores; the result does not depend on how many there are."""
-    starts = range(0, len(paths), CHUNK)
+def _scan(paths: list[str], stats: np.ndarray, num_classes: int, split: str, env: DistEnv) -> _Part | None:
+    """Scan all images on all cores of a machine, each of its ranks a share. Collective.
+
+    Returns:
+        The same result however many cores and ranks there are; None but on the machine's first rank.
+    """
+    all_starts = range(0, len(paths), CHUNK)
+    starts = all_starts[env.local_rank :: env.local_world_size]
 
     def work(start: int) -> _Part:
         return _scan_chunk(paths[start : start + CHUNK], stats[start : start + CHUNK], num_classes)
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parts: dict[int, _Part] = {}
-    with tqdm(total=len(paths), desc=f"Scanning {split}", unit="images", delay=1, disable=None) as bar:
-        for start, part in _parallel(work, list(starts), min(cores, len(starts) // 2)):
-            parts[start] = part
+    workers = min(max(cores // env.local_world_size, 1), len(starts) // 2)
+    own: dict[int, _Part] = {}
+    total = sum(min(CHUNK, len(paths) - start) for start in starts)
+    quiet = True if not env.is_main_process else None  # None: on a terminal only
+    with tqdm(total=total, desc=f"Scanning {split}", unit="images", delay=1, disable=quiet) as bar:
+        for start, part in _parallel(work, list(starts), workers):
+            own[start] = part
             bar.update(len(part.status))
-    ordered = [parts[start] for start in starts]
+    shares = gather_on_machine(own, env)
+    if not shares:
+        return None
+    parts = {start: part for share in shares for start, part in share.items()}
+    ordered = [parts[start] for start in all_starts]
     problems = sorted(problem for part in ordered for problem in part.problems)
     status, shapes, counts, rows, corners, points = (
         np.concatenate(columns) for columns in list(zip(*ordered, strict=True))[:-1]
@@ -251,6 +264,14 @@ class LabelIndex:
         """(L, 5) float32 [class, cx, cy, w, h] cxcywhn of image i, read-only; (0, 5) for a background."""
         return self.rows[self.offsets[i] : self.offsets[i + 1]]
 
+    def labels_digest(self) -> str:
+        """Digest of what training sees of the labels: names of the images below their folder, sizes and rows."""
+        paths = [self.path(i) for i in range(self.n)]
+        root = os.path.commonpath([os.path.dirname(path) for path in paths])
+        names = "\n".join(os.path.relpath(path, root) for path in paths)
+        arrays = (self.shapes, self.offsets, self.rows)
+        return content_digest(os.fsencode(names), *(np.ascontiguousarray(array).tobytes() for array in arrays))
+
     def outlines(self, i: int) -> Polygons | None:
         """Polygons of the labels of image i, normalized as ``points``; None if none of them has one."""
         if self.polygon_offsets is None or self.points is None:
@@ -264,6 +285,7 @@ class LabelIndex:
 def build_index(
     sources: Sequence[Path],
     num_classes: int,
+    env: DistEnv = ALONE,
     *,
     split: str = "train",
     single_cls: bool = False,
@@ -272,9 +294,12 @@ def build_index(
 ) -> LabelIndex:
     """Index of a split, from its cache file if images, labels and rules are the same as when that was written.
 
+    The ranks of a machine share the work, and map the same file. Collective: every rank must call it.
+
     Args:
         sources: folders and ``.txt`` lists.
         num_classes: classes named in the data YAML.
+        env: this rank's place.
         split: its name, for messages.
         single_cls: give all boxes class 0, after their ids were checked.
         cache: read and write the cache file.
@@ -284,10 +309,8 @@ def build_index(
         UserError: no image, none that can be used, or class ids outside the names.
     """
     logger = logger or logging.getLogger("lockstep")
-    problems: list[Problem] = []
-    paths = list_images(sources, problems)
-    stats = _file_stats(paths)
-    problems += labels_without_image(paths, sources)
+    paths, problems = once_per_machine(partial(_listed_images, sources), env)
+    stats = _shared_stats(paths, env)
     names = [os.fsencode(path) for path in paths]
     said = json.dumps(problems).encode()
     rules = str((num_classes, single_cls, RULES_VERSION))
@@ -296,19 +319,40 @@ def build_index(
     name = f"{sources[0].stem}-{content_digest(places.encode(), str(num_classes).encode())[:12]}"
     file_name = f"{name}-single.index" if single_cls else f"{name}.index"
     files = [folder / file_name for folder in cache_folders(paths[0])] if cache else []
-    index = next((found for file in files if (found := open_index(file, key, logger))), None)
+    index = once_per_machine(
+        lambda: next((found for file in files if (found := open_index(file, key, logger))), None), env
+    )
     if index is None:
-        part = _scan(paths, stats, num_classes, split)
-        part = part._replace(problems=sorted(problems + part.problems))
-        _refuse_bad_classes(part.problems, num_classes, split, paths[0])
-        _refuse_unreadable(part, sources)
-        if single_cls:
-            part.rows[:, 0] = 0
-        meta = {"key": key, "name": name, "num_classes": 1 if single_cls else num_classes}
-        index = _pack(names, stats, part, meta)
-        index = _store(index, files, logger) or index
+        scanned = _scan(paths, stats, num_classes, split, env)
+
+        def checked_and_stored() -> LabelIndex:
+            assert scanned is not None
+            part = scanned._replace(problems=sorted(problems + scanned.problems))
+            _refuse_bad_classes(part.problems, num_classes, split, paths[0])
+            _refuse_unreadable(part, sources)
+            if single_cls:
+                part.rows[:, 0] = 0
+            meta = {"key": key, "name": name, "num_classes": 1 if single_cls else num_classes}
+            made = _pack(names, stats, part, meta)
+            return _store(made, files, logger) or made
+
+        index = once_per_machine(checked_and_stored, env)
     index.report.tell(split, logger)
     return index
+
+
+def _listed_images(sources: Sequence[Path]) -> tuple[list[str], list[Problem]]:
+    """Images of a split, and what is wrong with its lists and folders."""
+    problems: list[Problem] = []
+    paths = list_images(sources, problems)
+    return paths, problems + labels_without_image(paths, sources)
+
+
+def _shared_stats(paths: list[str], env: DistEnv) -> np.ndarray:
+    """Figures of all files as of ``_file_stats``, each rank of a machine asking for its share. Collective."""
+    cuts = [len(paths) * rank // env.local_world_size for rank in range(env.local_world_size + 1)]
+    shares = gather_on_machine(_file_stats(paths[cuts[env.local_rank] : cuts[env.local_rank + 1]]), env)
+    return once_per_machine(lambda: np.concatenate(shares), env)
 
 
 def _file_stats(paths: list[str]) -> np.ndarray:
@@ -500,13 +544,19 @@ def _reopen(file: Path, key: str) -> LabelIndex:
 
 
 def open_splits(
-    data: DataConfig, splits: Sequence[str], *, strict: bool = False, labelled: Sequence[str] = ("train", "val")
+    data: DataConfig,
+    splits: Sequence[str],
+    env: DistEnv = ALONE,
+    *,
+    strict: bool = False,
+    labelled: Sequence[str] = ("train", "val"),
 ) -> dict[str, LabelIndex]:
-    """Return the labels of some splits, drawing the data set first if it is the built-in one.
+    """Return the labels of some splits, drawing the data set first if it is the built-in one. Collective.
 
     Args:
         data: where they are.
         splits: their names.
+        env: this rank's place.
         strict: whether any problem of images and labels is a mistake.
         labelled: splits that must have a label.
 
@@ -514,9 +564,9 @@ def open_splits(
         UserError: says of all splits together what is missing or not usable.
     """
     if data.generator is not None:
-        ensure_shapes(data.root)
+        once_per_machine(partial(ensure_shapes, data.root), env)
     problems = Problems()
-    found = {split: problems.attempt(partial(_open_split, data, split, split in labelled)) for split in splits}
+    found = {split: problems.attempt(partial(_open_split, data, split, split in labelled, env)) for split in splits}
     indexes = {split: index for split, index in found.items() if index is not None}
     wrong = {split: report.problems for split, index in indexes.items() if (report := index.report).problems}
     if strict and wrong:
@@ -527,13 +577,34 @@ def open_splits(
     return indexes
 
 
-def _open_split(data: DataConfig, split: str, labelled: bool) -> LabelIndex:
+def _open_split(data: DataConfig, split: str, labelled: bool, env: DistEnv) -> LabelIndex:
     check_split_paths(data, [split])
     sources = getattr(data, split)
-    index = build_index(sources, data.label_classes, split=split, single_cls=data.merged > 0)
+    index = build_index(sources, data.label_classes, env, split=split, single_cls=data.merged > 0)
     if labelled and not index.num_instances:
         raise UserError(
             f"{split}: no labels in {', '.join(map(str, sources))}: at least one is needed; the label file of the "
             f"first image would be {label_path(index.path(0))}"
         )
     return index
+
+
+def check_same_data(indexes: Mapping[str, LabelIndex], env: DistEnv) -> None:
+    """Compare the data of all machines: file names, shapes and labels, not where they are or when they were written.
+
+    Collective: every rank must call it.
+
+    Raises:
+        UserError: some are not the same.
+    """
+    if env.local_world_size == env.world_size:
+        return
+    own = (env.node_rank, {split: (len(index), index.labels_digest()) for split, index in indexes.items()})
+    found = dict(all_gather_objects(own, env))
+    for split in indexes:
+        if len({digests[split] for digests in found.values()}) > 1:
+            counts = ", ".join(f"{digests[split][0]} on machine {node}" for node, digests in sorted(found.items()))
+            raise UserError(
+                f"{split}: the machines have different data ({counts} images, or other names, sizes or labels); copy "
+                "the data set from one to the others"
+            )

@@ -1,11 +1,15 @@
 """Mistakes that a user can mend, and how a script ends when it meets one."""
 
 import difflib
+import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
+
+TURN = 5.0  # seconds that the other processes of a machine leave to its first one to say what is wrong
 
 
 class UserError(ValueError):
@@ -77,7 +81,13 @@ def nearest(word: object, known: Iterable[str], alike: float = 0.6) -> str:
 
 
 def report(error: UserError) -> int:
-    """Print a mistake on stderr, without a traceback, and return the exit status for it."""
+    """Print a mistake on stderr, without a traceback, and return the exit status for it.
+
+    Where a launcher started several processes on this machine, most mistakes are met by all of them. Its first one
+    speaks at once, and as it leaves the launcher ends the others; one that is still there then speaks as well.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(TURN)
     print(f"error: {error}", file=sys.stderr)
     return 2
 

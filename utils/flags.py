@@ -76,7 +76,7 @@ def check_values(kind: type[Any], given: Mapping[str, Any], problems: Problems) 
             problems.add(f"{label} takes {TYPE_WORDS[item.type]}, not {value!r}")
         elif f"{label} {value}" in not_yet:
             problems.add(f"{label} {value} is not available yet: {not_yet[f'{label} {value}']}")
-        elif label == "--device" and ("," in value or value == "all"):
+        elif label == "--device" and "--device A,B" in not_yet and ("," in value or value == "all"):
             problems.add(f"--device {value} is not available yet: {not_yet['--device A,B']}")
         else:
             _check_range(label, value, item.metadata, problems)
@@ -221,7 +221,7 @@ def _shown_default(item: Field[Any]) -> str:
     if isinstance(default, list):
         return " ".join(map(str, default)) or "''"
     if default is None:
-        return "by device"
+        return "automatic"
     return "off" if default is False else str(default) or "''"
 
 

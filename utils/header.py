@@ -8,6 +8,7 @@ from models.yolo import count_flops
 from utils.console import format_lines, machine
 from utils.run_folder import lockstep_version
 from utils.run_state import Run
+from utils.torch_utils import backend
 
 
 def header(run: Run) -> str:
@@ -34,7 +35,7 @@ def header(run: Run) -> str:
             "network",
             f"{Path(config.cfg or config.weights).name}: {parameters:,} parameters"
             + (f" ({trained:,} trained)" if trained < parameters else "")
-            + f", {count_flops(run.raw_model, run.imgsz) / 1e9:.1f} GFLOPs at {run.imgsz} px",
+            + f", {count_flops(run.ema.module, run.imgsz) / 1e9:.1f} GFLOPs at {run.imgsz} px",
         ),
         (
             "batch",
@@ -47,9 +48,21 @@ def header(run: Run) -> str:
             f"{hyp.lr0:g} to {hyp.lr0 * hyp.lrf:g} ({'cosine' if config.cos_lr else 'linear'}), "
             f"warm-up {schedule.warmup} batches",
         ),
+        *ranks(run),
         ("recipe", f"{Path(config.hyp).name}" + (f"; defaults of {run.data.path.name}: {own}" if own else "")),
         ("precision", {"off": "fp32"}.get(run.precision.name, f"{run.precision.name} autocast, fp32 weights")),
     ]
     if run.state.epoch:
         lines.append(("resumed", f"after epoch {run.state.epoch} of {config.epochs}"))
     return format_lines(lines)
+
+
+def ranks(run: Run) -> list[tuple[str, str]]:
+    """Say how many processes train together, and on what; nothing of one alone."""
+    env = run.env
+    if env.world_size == 1:
+        return []
+    machines = -(-env.world_size // env.local_world_size)
+    where = "this machine" if machines == 1 else f"{machines} machines"
+    norm = "BatchNorm over the global batch (SyncBN)" if run.sync_bn else "BatchNorm over each rank's own images"
+    return [("ranks", f"{env.world_size} on {where}, joined by {backend(env)}; {norm}")]

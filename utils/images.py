@@ -2,8 +2,11 @@
 
 import contextlib
 import os
+import re
 import struct
+import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import cv2
@@ -31,6 +34,7 @@ class _Header(NamedTuple):
         start: where the picture starts.
         end_mark: must follow it.
         least: bytes that the file must have.
+        intact: says of the whole file whether the picture is undamaged, as far as that shows without decoding.
     """
 
     height: int
@@ -39,6 +43,7 @@ class _Header(NamedTuple):
     start: int = 0
     end_mark: bytes = b""
     least: int = 0
+    intact: Callable[[bytes], bool] | None = None
 
 
 def _orientation(exif: bytes) -> int:
@@ -59,24 +64,48 @@ def _orientation(exif: bytes) -> int:
 
 
 def _jpeg(data: bytes) -> _Header:
-    """Walk the segments (ITU T.81, B) to the frame header; EXIF comes before it."""
-    at, orientation = 2, 1
+    """Walk the segments (ITU T.81, B) to the start of the picture; EXIF and the frame header come before it."""
+    at, orientation, interval, frame = 2, 1, 0, b""
     while True:
         while data[at] != 0xFF or data[at + 1] in (0x00, 0xFF):  # fill bytes, and stray ones that decoders skip too
             at += 1
         marker = data[at + 1]
-        if marker in (0xD9, 0xDA):
-            raise ImageError("has no frame header")
+        if marker == 0xD9 or (marker == 0xDA and not frame):
+            raise ImageError("has no picture" if frame else "has no frame header")
         if marker == 0x01 or 0xD0 <= marker <= 0xD8:  # markers that stand alone
             at += 2
             continue
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            height, width = struct.unpack_from(">HH", data, at + 5)
-            return _Header(height, width, orientation, at, b"\xff\xd9")
         (length,) = struct.unpack_from(">H", data, at + 2)
+        if marker == 0xDA:
+            height, width = struct.unpack_from(">HH", frame, 5)
+            intact = None  # without restart markers damage shows in the decoded picture only
+            if interval:
+                intact = partial(_restarts_complete, start=at, least=-(-_jpeg_units(frame) // interval) - 1)
+            return _Header(height, width, orientation, at, b"\xff\xd9", intact=intact)
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            frame = data[at : at + 2 + length]
+        if marker == 0xDD:
+            (interval,) = struct.unpack_from(">H", data, at + 4)
         if marker == 0xE1 and data[at + 4 : at + 10] == b"Exif\0\0" and orientation == 1:
             orientation = _orientation(data[at + 10 : at + 2 + length])
         at += 2 + length
+
+
+def _jpeg_units(frame: bytes) -> int:
+    """Minimum coded units of a scan of all components of a frame, given as its header (ITU T.81, A.2).
+
+    A scan of one component has as many or more.
+    """
+    height, width, components = struct.unpack_from(">HHB", frame, 5)
+    samplings = [frame[11 + 3 * k] for k in range(components)]
+    across, down = max([1, *(one >> 4 for one in samplings)]), max([1, *(one & 15 for one in samplings)])
+    return -(-width // (8 * across)) * -(-height // (8 * down))
+
+
+def _restarts_complete(data: bytes, start: int, least: int) -> bool:
+    """Whether the markers from ``start`` on count RST0 to RST7 in turn, as many as the first scan has at least."""
+    marks = b"".join(re.findall(rb"\xff([\xd0-\xd7])", data[start:]))
+    return marks[:least] == (bytes(range(0xD0, 0xD8)) * (least // 8 + 1))[:least]
 
 
 def _png(data: bytes) -> _Header:
@@ -86,10 +115,27 @@ def _png(data: bytes) -> _Header:
     while True:
         length, kind = struct.unpack_from(">I4s", data, at)
         if kind in (b"IDAT", b"IEND"):
-            return _Header(height, width, orientation, at, b"IEND")
+            return _Header(height, width, orientation, at, b"IEND", intact=_png_intact)
         if kind == b"eXIf":
             orientation = _orientation(data[at + 8 : at + 8 + length])
         at += 12 + length
+
+
+def _png_intact(data: bytes) -> bool:
+    """Whether the chunks lead to the end, and those that the pixels need have the checksums they say."""
+    needed = (b"IHDR", b"PLTE", b"IDAT") if data[25] == 3 else (b"IHDR", b"IDAT")  # 3: colors from a palette
+    view, at = memoryview(data), 8
+    try:
+        while True:
+            length, kind = struct.unpack_from(">I4s", data, at)
+            if kind == b"IEND":
+                return True
+            (checksum,) = struct.unpack_from(">I", data, at + 8 + length)
+            if kind in needed and zlib.crc32(view[at + 4 : at + 8 + length]) != checksum:
+                return False
+            at += 12 + length
+    except struct.error:
+        return False
 
 
 def _webp(data: bytes) -> _Header | None:
@@ -151,8 +197,11 @@ def _read_header(read: Callable[[int], bytes]) -> _Header | None:
 def image_size(path: str) -> tuple[int, int]:
     """Height and width in pixels as ``read_image`` returns them, read from the header where the format allows it.
 
+    Also looks for damage behind the header, where that shows without decoding: the end of the file; the checksums of
+    PNG files, which are read whole for it; the restart markers of the JPEG files that have some.
+
     Raises:
-        ImageError: no image, an incomplete header, or a file that was cut short.
+        ImageError: no image, an incomplete header, a file that was cut short or is damaged.
     """
     try:
         with open(path, "rb", buffering=0) as file:
@@ -170,6 +219,8 @@ def image_size(path: str) -> tuple[int, int]:
                 # Some writers pad behind the end, so only without it close to the end the whole file is searched.
                 if header.end_mark not in file.read() and read(-1).rfind(header.end_mark, header.start) < 0:
                     raise ImageError("is cut short")
+            if header is not None and header.intact is not None and not header.intact(read(-1)):
+                raise ImageError("is damaged")
     except (OSError, ImageError) as error:
         raise ImageError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if header is None:

@@ -20,11 +20,12 @@ from utils.checkpoint_files import checkpoint_bytes
 from utils.config import Hyp, TrainConfig, ValConfig, build_config, load_hyp
 from utils.data_config import DataConfig, load_data
 from utils.dataloaders import choose_num_workers, choose_val_batch, loader_bytes, max_imgsz
-from utils.dataset import LabelIndex, open_splits
+from utils.dataset import LabelIndex, check_same_data, open_splits
 from utils.errors import Problems
 from utils.image_cache import SHARED_MEMORY, shared_memory_beside
 from utils.preflight import check_disk, check_run_folder, check_shared_memory
-from utils.torch_utils import BatchPlan, DistEnv, Precision, choose_precision, load_checkpoint, split_global_batch
+from utils.steps import Precision, choose_precision
+from utils.torch_utils import BatchPlan, DistEnv, load_checkpoint, once, share_problems, split_global_batch
 
 
 @dataclass(frozen=True)
@@ -58,20 +59,23 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
     plan = problems.attempt(lambda: split_global_batch(config.batch_size, env.world_size, config.nbs))
     precision = problems.attempt(lambda: choose_precision(config.amp, env.device))
     folder = Path(resumed["run_dir"]) if resumed else Path(config.project, config.name)
-    problems.attempt(lambda: check_run_folder(folder, config.exist_ok or resumed is not None))
+    if env.is_main_process:
+        problems.attempt(lambda: check_run_folder(folder, config.exist_ok or resumed is not None))
     hyp = problems.attempt(lambda: build_config(Hyp, resumed["hyp"]) if resumed else load_hyp(config.hyp))
     data = problems.attempt(lambda: load_data(config.data, config.single_cls))
     if resumed and data is not None and data.names != resumed["names"]:
         problems.add(f"--resume: the class names in {data.path} are no longer those of the run")
     raw_model = read_network(config, env, hyp, data, resumed, problems)
-    indexes = read_labels(data, ("train", "val"), config.strict, problems)
-    problems.raise_if_any()
+    known = data if plan is not None else None  # a batch that can't be shared out is not worth reading labels for
+    indexes = read_labels(known, ("train", "val"), config.strict, env, problems)
+    share_problems(problems, env)
+    check_same_data(indexes, env)
     assert plan and precision and hyp and data and raw_model  # else there were problems
 
     family, imgsz = family_of(raw_model.yaml), fit_imgsz(config.imgsz, raw_model)
     inputs = TrainInputs(hyp, data, plan, precision, family, raw_model, imgsz, indexes["train"], indexes["val"])
     check_machine(config, inputs, env, folder, problems)
-    problems.raise_if_any()
+    share_problems(problems, env)
     return inputs
 
 
@@ -95,7 +99,7 @@ def read_network(
     """
     weights = resumed
     if resumed is None and config.weights:
-        weights = problems.attempt(lambda: load_checkpoint(Path(config.weights)))
+        weights = problems.attempt(lambda: once(lambda: load_checkpoint(Path(config.weights)), env))
     spec = problems.attempt(lambda: _spec(config, hyp, weights, resumed))
     if spec is None:
         return None
@@ -126,12 +130,12 @@ def _spec(
 
 
 def read_labels(
-    data: DataConfig | None, splits: Sequence[str], strict: bool, problems: Problems
+    data: DataConfig | None, splits: Sequence[str], strict: bool, env: DistEnv, problems: Problems
 ) -> dict[str, LabelIndex]:
     """Open splits; {} where something is wrong with them. The built-in data set is not drawn after other mistakes."""
     if data is None or (data.generator is not None and problems):
         return {}
-    return problems.attempt(lambda: open_splits(data, splits, strict=strict)) or {}
+    return problems.attempt(lambda: open_splits(data, splits, env, strict=strict)) or {}
 
 
 def check_machine(config: TrainConfig, inputs: TrainInputs, env: DistEnv, run_dir: Path, problems: Problems) -> None:
@@ -141,7 +145,8 @@ def check_machine(config: TrainConfig, inputs: TrainInputs, env: DistEnv, run_di
     problems.attempt(lambda: check_batch(raw_model, plan.local_batch, largest, inputs.precision, env.device))
     replaced = (run_dir / "weights").glob("*.pt") if config.exist_ok or config.resume else ()
     there = sum(path.stat().st_size for path in replaced)
-    problems.attempt(lambda: check_disk(run_dir, checkpoints_bytes(raw_model, config) - there))
+    if env.is_main_process:
+        problems.attempt(lambda: check_disk(run_dir, checkpoints_bytes(raw_model, config) - there))
     images = [augmentations.resized_shapes(index.shapes, imgsz) for index in (inputs.train_index, inputs.val_index)]
     caches = [int(shapes.astype(np.int64).prod(1).sum()) * 3 for shapes in images] if config.cache == "ram" else []
     batches = (plan.local_batch, choose_val_batch(config.val_batch, plan.global_batch))
@@ -183,9 +188,10 @@ def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
     """
     problems = Problems()
     run_dir = Path(config.project, config.name)
-    problems.attempt(lambda: check_run_folder(run_dir, config.exist_ok))
+    if env.is_main_process:
+        problems.attempt(lambda: check_run_folder(run_dir, config.exist_ok))
     data = problems.attempt(lambda: load_data(config.data, config.single_cls))
-    loaded = problems.attempt(lambda: load_model(Path(config.weights), env.device))
+    loaded = problems.attempt(lambda: load_model(Path(config.weights), env))
     if loaded is not None:
         model, family, trained_at = loaded
         problems.attempt(lambda: check_imgsz(config.imgsz or trained_at, model))
@@ -194,8 +200,9 @@ def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
                 f"--weights {config.weights} knows {model.num_classes} classes, --data {config.data} has "
                 f"{data.num_classes}; use the data set that the weights were trained on"
             )
-    indexes = read_labels(data, [config.split], config.strict, problems)
-    problems.raise_if_any()
+    indexes = read_labels(data, [config.split], config.strict, env, problems)
+    share_problems(problems, env)
+    check_same_data(indexes, env)
     assert data is not None
     imgsz = fit_imgsz(config.imgsz or trained_at, model)
     check_loaders(config.workers, [config.batch_size], imgsz, env)

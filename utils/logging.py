@@ -30,7 +30,8 @@ def get_logger(rank: int | None = None) -> logging.Logger:
     """Return the logger of this process: plain lines on stdout.
 
     Args:
-        rank: said once, when it is known: ranks other than 0 write warnings only from then on.
+        rank: said once, when it is known: ranks other than 0 write errors only from then on, for what they meet is
+            what rank 0 meets.
     """
     logger = logging.getLogger("lockstep")
     if not logger.handlers:
@@ -38,7 +39,7 @@ def get_logger(rank: int | None = None) -> logging.Logger:
         logger.setLevel(logging.INFO)
         logger.propagate = False  # a script with its own root handler would see each line twice
     if rank is not None:
-        logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     return logger
 
 
@@ -50,16 +51,20 @@ class CsvLog:
         columns: names in order; the first is ``epoch``.
         keep_epochs: rows of epochs below it are kept; a resumed run names its first epoch, so that an epoch that is
             done again has one row (ultralytics/ultralytics#22364, roboflow/rf-detr#1321). 0 = start afresh.
+        enabled: whether this rank writes; the others' logs do nothing.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str], keep_epochs: int = 0) -> None:
+    def __init__(self, path: Path, columns: Sequence[str], keep_epochs: int = 0, *, enabled: bool = True) -> None:
         assert columns[0] == "epoch"
-        self.path, self.columns = path, tuple(columns)
-        self.trim(keep_epochs)
+        self.path, self.columns, self.enabled = path, tuple(columns), enabled
+        if enabled:
+            self.trim(keep_epochs)
 
     def append(self, row: Mapping[str, float]) -> None:
         """Add one row; it must have all columns and no others. Floats are cut to six digits."""
         assert set(row) == set(self.columns), f"columns {sorted(set(row) ^ set(self.columns))} do not match"
+        if not self.enabled:
+            return
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_line(_cell(row[name]) for name in self.columns))
 
@@ -116,9 +121,12 @@ class DeviceMeter:
         self._sums[-1] += counted
 
     def mean(self) -> list[float]:
-        """Return the weighted means, nan before the first update. One host sync."""
-        *sums, weight = self._sums.tolist()
-        return [value / weight if weight else float("nan") for value in sums]
+        """Return the means of what this meter itself has seen; see `mean_of`."""
+        return mean_of(self._sums)
+
+    def sums(self) -> Tensor:
+        """Return a copy of the weighted sums and, last, of the sum of the weights (size + 1,); for `mean_of`."""
+        return self._sums.clone()
 
     def reset(self) -> None:
         """Forget everything."""
@@ -131,3 +139,14 @@ class DeviceMeter:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state_dict` returned, also on another device."""
         self._sums.copy_(state["sums"])
+
+
+def mean_of(sums: Tensor, parts: int = 1) -> list[float]:
+    """Return the means of a meter, nan before its first update. One host sync.
+
+    Args:
+        sums: as of `DeviceMeter.sums`; over ranks those of all of them, added up.
+        parts: ranks that a value is spread over: each then adds its share of the value and the whole weight.
+    """
+    *values, weight = sums.tolist()
+    return [value / weight * parts if weight else float("nan") for value in values]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from utils.boxes import ciou
 from utils.config import Hyp
+from utils.devices import to_device
 
 BOX, OBJ, CLS = range(3)
 """Rows of every (3, L) tensor here, and the order in which the losses are reported."""
@@ -53,10 +54,9 @@ class LevelMatches:
 
     def to(self, device: torch.device) -> "LevelMatches":
         """Return the same matches on another device; the copy does not make the host wait."""
-        tensors = [self.cell, self.box, self.anchor, self.category, self.owner]
-        if device.type == "cuda":
-            tensors = [tensor.pin_memory() for tensor in tensors]
-        cell, box, anchor, category, owner = (tensor.to(device, non_blocking=True) for tensor in tensors)
+        cell, box, anchor, category, owner = (
+            to_device(tensor, device) for tensor in (self.cell, self.box, self.anchor, self.category, self.owner)
+        )
         return LevelMatches(cell, box, anchor, category, owner, self.cells)
 
 

@@ -15,22 +15,14 @@ from utils.config import Hyp, TrainConfig, config_to_dict
 from utils.data_config import DataConfig
 from utils.dataloaders import choose_val_batch
 from utils.dataset import LabelIndex
-from utils.logging import DeviceMeter, get_logger
+from utils.logging import CsvLog, DeviceMeter, get_logger, mean_of
 from utils.loss import DetectionLoss
 from utils.optim import Schedule, load_optimizer
 from utils.plots import Plots
 from utils.run_folder import versions
-from utils.torch_utils import (
-    BatchPlan,
-    BufferSnapshot,
-    DistEnv,
-    ModelEMA,
-    NonFiniteError,
-    Precision,
-    rng_state,
-    save_checkpoint,
-    set_rng_state,
-)
+from utils.seeds import rng_state, set_rng_state
+from utils.steps import BufferSnapshot, Precision
+from utils.torch_utils import BatchPlan, DistEnv, ModelEMA, NonFiniteError, all_reduce_sum, save_checkpoint
 
 
 @dataclass
@@ -81,10 +73,12 @@ class Run:
     schedule: Schedule
     precision: Precision
     scaler: torch.amp.GradScaler
+    sync_bn: bool  # whether BatchNorm sees the global batch
     ema: ModelEMA[DetectionModel]
     buffers: BufferSnapshot
     meter: DeviceMeter
     plots: Plots
+    results: CsvLog
     state: TrainState
 
     @property
@@ -96,6 +90,10 @@ class Run:
     def val_batch(self) -> int:
         """Images of a validation batch."""
         return choose_val_batch(self.config.val_batch, self.plan.global_batch)
+
+    def mean_losses(self) -> list[float]:
+        """Return the mean [box, objectness, class] losses of the epoch so far, over all ranks. Collective."""
+        return mean_of(all_reduce_sum(self.meter.sums(), self.env), self.env.world_size)
 
 
 def save(run: Run, better: bool, final: bool) -> bool:

@@ -26,8 +26,12 @@ SCHEMES = ("http", "https", "rtsp", "rtmp")
 WEB_PAGES = ("youtube.com", "www.youtube.com", "youtu.be")  # pages around a video, not the video
 
 STREAM_FPS = 30.0  # of what is written from a stream that does not say
-CLOSE_WAIT = 2.0  # seconds for a thread to end; one that hangs in the network ends with the process
+LAST_CAMERA = 2**31 - 1  # OpenCV takes a C int
+CLOSE_WAIT = 2.0  # seconds for all threads to end; one that hangs in a driver or the network ends with the process
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between tries to reach a lost stream
+
+# OpenCV opens one network stream at a time, however many threads want to; so it is known here whose turn it is.
+OPENING = threading.Lock()
 
 # Quiet, as utils.images has OpenCV itself: what goes wrong is said here, once and in words.
 os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
@@ -164,6 +168,8 @@ def _listed(line: str, path: Path) -> Path:
 
 def _stream(address: str, where: str) -> tuple[str, str, str]:
     if address.isdecimal():
+        if len(address) > len(str(LAST_CAMERA)) or int(address) > LAST_CAMERA:
+            raise UserError(f"{where}: there is no camera {address[:20]}; cameras are counted from 0")
         return "stream", address, f"camera{address}"
     if "://" not in address and _kind(Path(address)) == "video":  # a file in a .streams list
         return "stream", address, Path(address).stem
@@ -298,74 +304,86 @@ def _three_channels(image: NDArray[Any]) -> NDArray[np.uint8]:
 class Stream:
     """A stream or camera, read by a thread of its own that keeps the newest frame only.
 
-    A live stream that is lost is opened again, with growing pauses, until ``timeout`` seconds have passed without a
-    frame. One that says how many frames it has (a video on a server) is read whole, at the speed of the reader.
+    A live stream that is lost is opened again, with growing pauses, until it is given up. One that says how many frames
+    it has (a video on a server) is read whole, at the speed of whoever takes the frames. That one, by ``alive``, also
+    finds out that a stream is dead, since the thread may hang in a driver or in the network for good.
 
     Args:
         source: what to open.
         vid_stride: every n-th frame is kept.
         timeout: seconds without a frame after which a stream counts as dead.
+
+    Attributes:
+        tried: whether it was its turn to be opened.
+        opened: whether there was a frame.
+        ended: whether there will be no other one.
     """
 
     def __init__(self, source: Source, vid_stride: int = 1, timeout: float = 10.0) -> None:
         self.source = source
         self._vid_stride, self._timeout = vid_stride, timeout
         self._frame: Frame | None = None
-        self._opened = self._ended = False
+        self._last_sign = time.monotonic()  # when a frame came or was taken
+        self._decodes = True  # the last frame that was to be kept
+        self.tried = self.opened = self.ended = False
         self._stopping = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._read, name=f"stream {source.name}", daemon=True)
         self._thread.start()
 
-    @property
-    def finished(self) -> bool:
-        """Whether the stream has ended and its last frame was taken."""
+    def alive(self) -> bool:
+        """Return whether a frame is there or may still come; a stream that is silent for too long is given up."""
         with self._changed:
-            return self._ended and self._frame is None
+            if self._frame is not None:
+                return True
+            if self.ended:
+                return False
+            if time.monotonic() - self._last_sign <= self._timeout:
+                return True
+            self.ended = self._stopping = True
+            self._changed.notify_all()
+        get_logger().warning(f"{self.source.shown}: no frame for {self._timeout:g} s; the stream has ended")
+        return False
 
-    def wait_opened(self) -> bool:
-        """Wait for the first frame and return whether there is one."""
+    def wait_opened(self, wait: float) -> None:
+        """Wait for the first frame or the failure, ``wait`` seconds at most."""
         with self._changed:
-            # Opening has a time limit inside of FFmpeg; this one is for what keeps to none, such as a camera's driver.
-            self._changed.wait_for(lambda: self._opened or self._ended, 2 * self._timeout)
-            return self._opened
+            self._changed.wait_for(lambda: self.opened or self.ended, wait)
 
     def take(self, wait: float) -> Frame | None:
         """Return the newest frame if it was not taken yet, after ``wait`` seconds at most."""
         with self._changed:
-            self._changed.wait_for(lambda: self._frame is not None or self._ended, wait)
+            self._changed.wait_for(lambda: self._frame is not None or self.ended, wait)
             frame, self._frame = self._frame, None
+            if frame is not None:
+                self._last_sign = time.monotonic()
             self._changed.notify_all()
             return frame
 
-    def close(self) -> None:
-        """Stop the thread."""
+    def stop(self) -> None:
+        """Tell the thread to end as soon as it can."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._thread.join(CLOSE_WAIT)
+
+    def join(self, wait: float) -> None:
+        """Wait for the end of the thread, ``wait`` seconds at most."""
+        self._thread.join(max(wait, 0))
 
     def _read(self) -> None:
-        """Read until the stream ends, is lost for good or is closed; only this thread touches the capture."""
+        """Read until the stream ends or is to stop; only this thread touches the capture."""
         try:
             number, finite = self._read_connection(0)
-            last_frame = time.monotonic()
             pause = FIRST_PAUSE
-            while self._opened and not finite and not self._stopping:
-                if time.monotonic() - last_frame > self._timeout:
-                    get_logger().warning(f"{self.source.shown}: no frame for {self._timeout:g} s; the stream has ended")
-                    break
+            while self.opened and not finite and not self._stopping:
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopping, pause)
                 before = number
                 number, _ = self._read_connection(number)
-                if number > before:
-                    last_frame, pause = time.monotonic(), FIRST_PAUSE
-                else:
-                    pause = min(2 * pause, LONGEST_PAUSE)
+                pause = FIRST_PAUSE if number > before else min(2 * pause, LONGEST_PAUSE)
         finally:
             with self._changed:
-                self._ended = True
+                self.ended = True
                 self._changed.notify_all()
 
     def _read_connection(self, number: int) -> tuple[int, bool]:
@@ -377,35 +395,52 @@ class Stream:
         Returns:
             The number of the last frame, and whether the stream is one with an end.
         """
-        capture = _open_stream(self.source.address, self._timeout)
+        capture = self._open()
         finite = capture.get(cv2.CAP_PROP_FRAME_COUNT) > 0
         fps = _fps(capture) / self._vid_stride
         try:
             while not self._stopping and capture.grab():
                 number += 1
                 if (number - 1) % self._vid_stride:
+                    self._skip()
                     continue
                 done, image = capture.retrieve()
-                if done and image is not None:
+                self._decodes = done and image is not None
+                if self._decodes:
                     self._keep(Frame(self.source, _three_channels(image), number, fps), finite)
         finally:
             capture.release()
         return number, finite
 
+    def _open(self) -> cv2.VideoCapture:
+        """Open the source anew; what is returned may be closed."""
+        if self.source.address.isdecimal():
+            self.tried = True
+            return cv2.VideoCapture(int(self.source.address))
+        limit = max(2, round(self._timeout * 1000))
+        # Half the time for a frame, so that a connection that fell silent is tried anew before the stream is given up;
+        # half the time to open it then, so that others have their turn.
+        opening = limit // 2 if self.opened else limit
+        limits = [cv2.CAP_PROP_OPEN_TIMEOUT_MSEC, opening, cv2.CAP_PROP_READ_TIMEOUT_MSEC, limit // 2]
+        with OPENING:
+            if self._stopping:
+                return cv2.VideoCapture()
+            self.tried = True
+            return cv2.VideoCapture(self.source.address, cv2.CAP_FFMPEG, limits)
+
     def _keep(self, frame: Frame, finite: bool) -> None:
         with self._changed:
             if finite:
                 self._changed.wait_for(lambda: self._frame is None or self._stopping)
-            self._opened, self._frame = True, frame
+            self.opened, self._frame = True, frame
+            self._last_sign = time.monotonic()
             self._changed.notify_all()
 
-
-def _open_stream(address: str, timeout: float) -> cv2.VideoCapture:
-    if address.isdecimal():
-        return cv2.VideoCapture(int(address))
-    limit = max(1, round(timeout * 1000))
-    limits = [cv2.CAP_PROP_OPEN_TIMEOUT_MSEC, limit, cv2.CAP_PROP_READ_TIMEOUT_MSEC, limit]
-    return cv2.VideoCapture(address, cv2.CAP_FFMPEG, limits)
+    def _skip(self) -> None:
+        """Count a frame between those that are kept as a sign of life, if these can be decoded."""
+        if self._decodes:
+            with self._changed:
+                self._last_sign = time.monotonic()
 
 
 @contextlib.contextmanager
@@ -413,20 +448,37 @@ def open_streams(sources: Sequence[Source], vid_stride: int = 1, timeout: float 
     """Hold streams open.
 
     Raises:
-        UserError: lists those that give no picture within the time limit.
+        UserError: lists those that give no picture; ``timeout`` seconds after the last one that did at the latest.
     """
     streams = [Stream(source, vid_stride, timeout) for source in sources]
     try:
-        dead = [stream.source.shown for stream in streams if not stream.wait_opened()]
+        _wait_for_pictures(streams, timeout)
+        silent = [stream for stream in streams if not stream.opened]
+        # Where one takes all the time the others, whose turn did not come, may be well.
+        ended = [stream for stream in silent if stream.ended]
+        dead = ended or [stream for stream in silent if stream.tried] or silent
         if dead:
+            names = ", ".join(_described(stream.source.shown) for stream in dead)
             raise UserError(
-                f"--source: no picture comes from {', '.join(map(_described, dead))} (waited {timeout:g} s at most); "
+                f"--source: no picture comes from {names} (waited {timeout:g} s at most); "
                 "is it running, and is that its right address?"
             )
         yield streams
     finally:
         for stream in streams:
-            stream.close()
+            stream.stop()
+        end = time.monotonic() + CLOSE_WAIT
+        for stream in streams:
+            stream.join(end - time.monotonic())
+
+
+def _wait_for_pictures(streams: Sequence[Stream], timeout: float) -> None:
+    """Wait until each stream has given a picture or failed, or until there was no first picture for some seconds."""
+    end, opened = time.monotonic() + timeout, 0
+    while time.monotonic() < end and (open_still := [s for s in streams if not s.opened and not s.ended]):
+        open_still[0].wait_opened(0.05)
+        if sum(stream.opened for stream in streams) > opened:
+            end, opened = time.monotonic() + timeout, sum(stream.opened for stream in streams)
 
 
 def _described(address: str) -> str:
@@ -448,4 +500,4 @@ def read_streams(streams: Sequence[Stream]) -> Iterator[list[Frame]]:
                 frames.append(frame)
         if frames:
             yield frames
-        alive = [stream for stream in alive if not stream.finished]
+        alive = [stream for stream in alive if stream.alive()]

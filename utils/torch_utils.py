@@ -1,20 +1,19 @@
-"""Ranks and devices, seeds, precision, guarded steps, EMA and checkpoints: what a run needs from torch itself."""
+"""Ranks and what passes between them, the global batch, EMA and checkpoints: what a run needs from torch itself."""
 
 import copy
 import math
 import os
-import random
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
+from threading import Timer
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from utils.checkpoint_files import (
     load_checkpoint,
@@ -27,82 +26,20 @@ from utils.checkpoint_files import (
     temporary_path,
     write_synced,
 )
-from utils.errors import UserError
+from utils.devices import as_typed, parse_device
+from utils.errors import Problems, UserError
 from utils.logging import get_logger
+from utils.network import interface_towards, ipv4_addresses
+from utils.slurm import SlurmPlace, slurm_place
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
-# Devices --------------------------------------------------------------------------------------------------------------
-
-CUDA_INDEX = re.compile(r"(?:cuda:)?(0|[1-9][0-9]*)")
-
-
-def parse_device(flag: str | int | Sequence[str | int], cuda_count: int, has_mps: bool) -> list[torch.device]:
-    """Read a device flag strictly; touches no device.
-
-    Args:
-        flag: "", "auto", "all", "cpu", "mps", "0", "cuda:0", 0, or several of them as a list or joined by commas.
-        cuda_count: CUDA devices of this machine; indices count inside ``CUDA_VISIBLE_DEVICES``.
-        has_mps: whether Apple's GPU can be used.
-
-    Returns:
-        The devices in the order given, at least one. "" and "auto" are one device: the first CUDA device, else MPS,
-        else the CPU.
-
-    Raises:
-        UserError: nonsense, an index that this machine lacks, a GPU named twice, or different kinds mixed. Ids of two
-            digits are ordinary ids (ultralytics/ultralytics#8481).
-    """
-    items = flag.split(",") if isinstance(flag, str) else [flag] if isinstance(flag, int) else list(flag)
-    names = [str(item).strip().lower() for item in items]
-    shown = ",".join(names)
-    exists = ", ".join([*(f"cuda:{i}" for i in range(cuda_count)), *(["mps"] if has_mps else []), "cpu"])
-    if names in ([""], ["auto"]):
-        return [torch.device("cuda", 0) if cuda_count else torch.device("mps" if has_mps else "cpu")]
-    if names == ["all"] and cuda_count:
-        return [torch.device("cuda", i) for i in range(cuda_count)]
-    if set(names) == {"cpu"} or (names == ["mps"] and has_mps):
-        return [torch.device(name) for name in names]
-    matches = [CUDA_INDEX.fullmatch(name) for name in names]
-    indices = [int(match.group(1)) for match in matches if match]
-    if not names or len(indices) < len(names):
-        problem = "is not a device or a list of CUDA devices"
-    elif len(set(indices)) < len(indices):
-        problem = "names a device twice"
-    elif max(indices) >= cuda_count:
-        problem = f"asks for cuda:{max(indices)}, which this machine does not have"
-    else:
-        return [torch.device("cuda", i) for i in indices]
-    raise UserError(f"--device {shown or flag!r} {problem}; here are: {exists}")
-
-
-def select_device(flag: str | int | Sequence[str | int] = "") -> torch.device:
-    """Return the one device that a flag names; see `parse_device`. Leaves ``CUDA_VISIBLE_DEVICES`` as it is.
-
-    Raises:
-        UserError: the flag is wrong, or names several devices.
-    """
-    devices = parse_device(flag, torch.cuda.device_count(), torch.backends.mps.is_available())
-    if len(devices) > 1:
-        raise UserError(f"--device {flag}: training on several devices is not available yet; name one of them")
-    return devices[0]
-
-
-def memory_usage(device: torch.device) -> float:
-    """Return the GB (1e9 bytes) this process holds: reserved on a GPU, resident on the CPU, 0 where that is unknown."""
-    if device.type == "cuda":
-        return torch.cuda.memory_reserved(device) / 1e9
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory() / 1e9
-    try:
-        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0.0
-    return resident_pages * os.sysconf("SC_PAGE_SIZE") / 1e9
-
-
 # Ranks ----------------------------------------------------------------------------------------------------------------
+
+# What torchrun sets for every worker; a process that has one of the first three was started by a launcher.
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MEET_TIMEOUT, HINT_AFTER = 300, 60  # seconds: for the first meeting of all ranks, which are connected by then
 
 
 @dataclass(frozen=True)
@@ -114,14 +51,18 @@ class DistEnv:
         local_rank: index on this machine.
         world_size: processes in the job.
         local_world_size: processes on this machine.
+        node_rank: index of this machine.
         device: what this process computes on.
+        launched: whether a launcher (torchrun, srun) started this process.
     """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
+    node_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    launched: bool = False
 
     @property
     def is_main_process(self) -> bool:
@@ -129,55 +70,187 @@ class DistEnv:
         return self.rank == 0
 
 
+ALONE = DistEnv()
+
+
 def dist_env() -> DistEnv:
-    """Read the launcher's environment; the device is chosen later, by `process_group`.
+    """Read the launcher's environment: torchrun's variables or, where there are none, SLURM's.
+
+    SLURM's place is written into torchrun's variables, which the process group is made from. The device is chosen
+    later, by `process_group`.
 
     Raises:
-        UserError: the variables contradict each other.
+        UserError: variables are missing or contradict each other.
     """
-    values = {name: os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    if not values["WORLD_SIZE"]:
-        return DistEnv()
+    values = {name: os.environ.get(name, "") for name in LAUNCHER_VARIABLES}
+    if not any(values[name] for name in LAUNCHER_VARIABLES[:3]):
+        place = slurm_place(os.environ)
+        if place is None:
+            return ALONE
+        values = {name: str(value) for name, value in zip(LAUNCHER_VARIABLES, place_values(place), strict=True)}
+        values |= {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
+        os.environ.update(values, GROUP_RANK=str(place.node_rank))
+    missing = [name for name, value in values.items() if not value]
+    if missing:
+        there = " ".join(f"{name}={value}" for name, value in values.items() if value)
+        raise UserError(
+            f"a launcher's environment is set by halves: {there}, but {', '.join(missing)} not; start the run with "
+            "python -m torch.distributed.run, or unset these variables for a run of one process"
+        )
     try:
-        world_size = int(values["WORLD_SIZE"])
-        rank = int(values["RANK"] or 0)
-        local_rank = int(values["LOCAL_RANK"] or 0)
-        local_world_size = int(values["LOCAL_WORLD_SIZE"] or world_size)
+        rank, local_rank, world_size, local_world_size = (int(values[name]) for name in LAUNCHER_VARIABLES[:4])
+        node_rank = int(os.environ.get("GROUP_RANK") or rank // max(local_world_size, 1))
     except ValueError:
-        shown = " ".join(f"{name}={value}" for name, value in values.items() if value)
+        shown = " ".join(f"{name}={values[name]}" for name in LAUNCHER_VARIABLES[:4])
         raise UserError(f"the launcher's variables are not whole numbers: {shown}") from None
     if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
         raise UserError(
             f"RANK={rank} LOCAL_RANK={local_rank} do not fit WORLD_SIZE={world_size} "
             f"LOCAL_WORLD_SIZE={local_world_size}; start the run with torchrun, or unset these variables"
         )
-    return DistEnv(rank, local_rank, world_size, local_world_size)
+    return DistEnv(rank, local_rank, world_size, local_world_size, node_rank, launched=True)
+
+
+def place_values(place: SlurmPlace) -> tuple[int | str, ...]:
+    """Return a SLURM place in the order of LAUNCHER_VARIABLES."""
+    return (
+        place.rank, place.local_rank, place.world_size, place.local_world_size, place.address, place.port,
+    )  # fmt: skip
+
+
+def rank_device(flag: str | int | Sequence[str | int], env: DistEnv) -> torch.device:
+    """Return the device of this rank and make it the current one; see `assign_device`. Other GPUs are not touched."""
+    device = assign_device(flag, env, torch.cuda.device_count(), torch.backends.mps.is_available())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def assign_device(flag: str | int | Sequence[str | int], env: DistEnv, cuda_count: int, has_mps: bool) -> torch.device:
+    """Return the device of one rank.
+
+    A launcher's list says which device each local rank takes, and "cpu" puts all of them on the CPU; without a flag
+    rank r of a machine takes its GPU r.
+
+    Args:
+        flag: see `parse_device`.
+        env: this rank's place.
+        cuda_count: CUDA devices of this machine.
+        has_mps: whether Apple's GPU can be used.
+
+    Raises:
+        UserError: the flag is wrong, or names another number of devices than there are ranks on this machine.
+    """
+    ranks, typed = env.local_world_size, as_typed(flag)
+    automatic = typed.strip().lower() in ("", "auto")
+    devices = parse_device("all" if automatic and ranks > 1 and cuda_count else flag, cuda_count, has_mps)
+    if automatic and ranks > 1 and not cuda_count:
+        devices = [torch.device("cpu")]
+    if not env.launched and len(devices) > 1:
+        raise UserError(
+            f"--device {typed} names {len(devices)} devices, which need a process each: start them with "
+            f"python -m torch.distributed.run --nproc_per_node {len(devices)} in place of python, or name one device"
+        )
+    if devices == [torch.device("cpu")]:
+        return devices[0]
+    if len(devices) != ranks and not (automatic and len(devices) > ranks):
+        given = "this machine has" if automatic else f"--device {typed} names"
+        raise UserError(
+            f"{given} {len(devices)} device{'s' * (len(devices) > 1)}, but the launcher started {ranks} "
+            f"process{'es' * (ranks > 1)} on this machine (--nproc_per_node {ranks}), each of which needs one; make "
+            "the two numbers equal"
+        )
+    return devices[env.local_rank]
 
 
 @contextmanager
-def process_group(device_flag: str | int | Sequence[str | int] = "", env: DistEnv | None = None) -> Iterator[DistEnv]:
+def process_group(
+    device_flag: str | int | Sequence[str | int] = "", env: DistEnv | None = None, timeout: float = 10_800
+) -> Iterator[DistEnv]:
     """Hold the connection between the ranks. Collective: every rank must call it.
 
+    NCCL joins ranks on CUDA where it is there, Gloo all others, and the small objects of all.
+
     Args:
-        device_flag: see `parse_device`.
+        device_flag: see `rank_device`.
         env: from `dist_env`; read here if not given.
+        timeout: seconds that a rank waits in a collective for the others.
 
     Yields:
         The environment with this rank's device, made the current one.
 
     Raises:
-        UserError: the device flag is wrong, or a launcher started several processes.
+        UserError: the device flag is wrong, or the ranks do not find each other.
     """
     env = dist_env() if env is None else env
-    if env.world_size > 1:
-        raise UserError(
-            f"WORLD_SIZE={env.world_size}: training with several processes is not available yet; start one process"
-        )
-    env = replace(env, device=select_device(device_flag))
-    if env.device.type == "cuda":
-        torch.cuda.set_device(env.device)
+    env = replace(env, device=rank_device(device_flag, env))
     get_logger(env.rank)
-    yield env
+    if env.world_size == 1:
+        yield env
+        return
+    _connect(env, timedelta(seconds=timeout))
+    try:
+        yield env
+        barrier(env)  # whoever leaves first would take the meeting point along
+    finally:
+        _machine_group.clear()
+        dist.destroy_process_group()
+
+
+# The ranks of this machine as a group of their own, while a process group is up and there are other machines.
+_machine_group: list[dist.ProcessGroup] = []
+
+
+def backend(env: DistEnv) -> str:
+    """Return what joins the ranks' computing: NCCL between CUDA devices where it is there, else Gloo."""
+    return "NCCL" if env.device.type == "cuda" and dist.is_nccl_available() else "Gloo"
+
+
+def _connect(env: DistEnv, timeout: timedelta) -> None:
+    """Join the ranks and see that they can talk."""
+    interface = None
+    if not os.environ.get("GLOO_SOCKET_IFNAME"):  # read by Gloo; left to itself it takes what the hostname resolves to
+        several_machines = env.local_world_size < env.world_size
+        named = os.environ.get("NCCL_SOCKET_IFNAME", "").lstrip("=")
+        interface = named if named in dict(ipv4_addresses()) else None
+        interface = interface or interface_towards(os.environ["MASTER_ADDR"], several_machines)
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    on_nccl = backend(env) == "NCCL"
+    if on_nccl and interface is not None and interface != "lo" and not os.environ.get("NCCL_SOCKET_IFNAME"):
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_nccl else "gloo", timeout=timeout)
+        dist.monitored_barrier(timeout=timedelta(seconds=MEET_TIMEOUT))  # names the ranks that do not come
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(
+            f"rank {env.rank} of {env.world_size} can't join the others at {where} (interface "
+            f"{os.environ.get('GLOO_SOCKET_IFNAME', 'chosen by Gloo')}): {error}; check that every machine reaches "
+            "that address, or name the interface in GLOO_SOCKET_IFNAME"
+        ) from error
+    finally:
+        if interface is not None:
+            del os.environ["GLOO_SOCKET_IFNAME"]  # a later group may lead elsewhere
+    if on_nccl:
+        hint = Timer(HINT_AFTER, get_logger().warning, [NCCL_HINT])
+        hint.daemon = True
+        hint.start()
+        dist.all_reduce(torch.ones((), device=env.device))
+        torch.cuda.synchronize(env.device)
+        hint.cancel()
+    nodes = all_gather_objects(env.node_rank, env)
+    for node in sorted(set(nodes)) if len(set(nodes)) > 1 else ():
+        group = dist.new_group([rank for rank, its in enumerate(nodes) if its == node], timeout, "gloo")
+        if node == env.node_rank and isinstance(group, dist.ProcessGroup):
+            _machine_group.append(group)
+
+
+NCCL_HINT = (
+    f"the GPUs' first exchange has not come to an end after {HINT_AFTER} seconds. On consumer cards and in some "
+    "virtual machines direct transfer between GPUs is broken: try NCCL_P2P_DISABLE=1; NCCL_DEBUG=INFO shows what it "
+    "waits for"
+)
 
 
 @dataclass(frozen=True)
@@ -217,218 +290,149 @@ def split_global_batch(batch: int, world_size: int, nbs: int = 64) -> BatchPlan:
     return BatchPlan(batch, batch // world_size, world_size, nbs, max(round(nbs / batch), 1))
 
 
+# Collectives: with one rank each gives back what it was given ---------------------------------------------------------
+
+
 def all_reduce_sum(tensor: Tensor, env: DistEnv) -> Tensor:
-    """Sum over ranks, the same on each. Collective: every rank must call it."""
-    assert env.world_size == 1
+    """Sum a tensor over ranks in place, the same on each; returns it. Collective: every rank must call it."""
+    if env.world_size > 1:
+        dist.all_reduce(tensor)
     return tensor
+
+
+def start_all_reduce_sum(tensor: Tensor, env: DistEnv) -> Callable[[], Tensor]:
+    """Begin to sum a tensor over ranks in place; what is returned waits for the sum. Collective."""
+    if env.world_size == 1:
+        return lambda: tensor
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+
+    def wait() -> Tensor:
+        work.wait()
+        return tensor
+
+    return wait
+
+
+def all_gather_rows(tensor: Tensor, env: DistEnv) -> Tensor:
+    """Return (world_size, *shape): the tensors of all ranks in their order. Collective: every rank must call it."""
+    if env.world_size == 1:
+        return tensor[None]
+    rows = tensor.new_empty((env.world_size, *tensor.shape))
+    dist.all_gather(list(rows.unbind()), tensor.contiguous())
+    return rows
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Sequence[Tensor], env: DistEnv) -> None:
+    """Overwrite tensors with rank 0's, in one message for each dtype. Collective: every rank must call it."""
+    if env.world_size == 1:
+        return
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        group = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        dist.broadcast(flat, 0)
+        for tensor, values in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
 
 
 def broadcast_object(obj: T, env: DistEnv) -> T:
     """Rank 0's object, on every rank. Collective: every rank must call it."""
-    assert env.world_size == 1
-    return obj
+    if env.world_size == 1:
+        return obj
+    return _broadcast(obj, None)
 
 
 def all_gather_objects(obj: T, env: DistEnv) -> list[T]:
     """The objects of all ranks in rank order, on every rank. Collective: every rank must call it."""
-    assert env.world_size == 1
-    return [obj]
+    if env.world_size == 1:
+        return [obj]
+    gathered: list[Any] = [None] * env.world_size
+    dist.all_gather_object(gathered, obj)
+    return gathered
+
+
+def gather_objects(obj: T, env: DistEnv) -> list[T]:
+    """The objects of all ranks in rank order, on rank 0; an empty list elsewhere. Collective."""
+    if env.world_size == 1:
+        return [obj]
+    return _gather(obj, env.world_size, env.is_main_process, None)
+
+
+def gather_on_machine(obj: T, env: DistEnv) -> list[T]:
+    """The objects of this machine's ranks in their order, on its first; an empty list elsewhere. Collective."""
+    if env.local_world_size == 1:
+        return [obj]
+    return _gather(obj, env.local_world_size, env.local_rank == 0, _machine())
 
 
 def barrier(env: DistEnv) -> None:
     """Wait for all ranks. Collective: every rank must call it."""
-    assert env.world_size == 1
+    if env.world_size > 1:
+        all_gather_objects(None, env)  # over Gloo, as all objects: NCCL's barrier would need to be told the device
 
 
-# Seeds ----------------------------------------------------------------------------------------------------------------
-
-
-def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seed Python, NumPy and torch, and choose between repeatable and fastest kernels.
-
-    Args:
-        seed: for all three generators and every device.
-        deterministic: take the repeatable kernel wherever there is one. On the CPU that is all of them; on CUDA an
-            operation without one warns, instead of ending a long run.
-    """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it first starts
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, changes nothing
-    torch.backends.cudnn.deterministic = deterministic
-
-
-def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of all generators as plain numbers and tensors, which a checkpoint can hold.
-
-    Args:
-        device: what the run computes on; another device's generator is not touched, for that would claim its memory.
-    """
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    assert kind == "MT19937"
-    return {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-        "numpy": {
-            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put all generators where `rng_state` saw them; a run that moves from GPU to CPU or back keeps the CUDA seed."""
-    python, numpy_state = state["python"], state["numpy"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    keys = numpy_state["keys"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, numpy_state["position"], numpy_state["has_gauss"], numpy_state["cached"]))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-# Precision ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Precision:
-    """What the forward pass computes in; weights, losses and optimizer stay fp32.
-
-    Attributes:
-        name: "bf16", "fp16" or "off".
-    """
-
-    name: str
-
-    def autocast(self, device_type: str) -> torch.autocast:
-        """Context for forward pass and loss."""
-        dtype = torch.float16 if self.name == "fp16" else torch.bfloat16
-        return torch.autocast(device_type, dtype=dtype, enabled=self.name != "off")
-
-    def make_scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """Loss scaler; does nothing unless the precision is fp16, whose small gradients vanish without one."""
-        return torch.amp.GradScaler(device.type, enabled=self.name == "fp16")
-
-
-def choose_precision(flag: str, device: torch.device) -> Precision:
-    """Decide the precision of a run.
-
-    Args:
-        flag: "bf16", "fp16", "off" (fp32), or "auto": bf16 where the hardware has it, else fp16 on CUDA, else off.
-        device: where the run computes.
+def once(work: Callable[[], T], env: DistEnv) -> T:
+    """Let rank 0 do something and give its result to all. Collective: every rank must call it.
 
     Raises:
-        UserError: the device can't do what the flag says.
+        UserError: rank 0's work raised it; it is raised on all ranks.
     """
-    usable = ["off"]
-    if device.type == "cuda":
-        # bf16 from Ampere (8.0) on; older ones emulate it, slower than fp32
-        native = torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] >= 8
-        usable = ["bf16", "fp16", "off"] if native else ["fp16", "off"]
-    elif device.type == "cpu" and cpu_has_bf16():
-        usable = ["bf16", "off"]
-    if flag == "auto":
-        return Precision(usable[0])
-    if flag not in usable:
-        names = " or ".join(["auto", *usable])
-        raise UserError(f"--amp {flag} does not work on this {device.type} device; use --amp {names}")
-    return Precision(flag)
+    return _shared(work, env.is_main_process, env.world_size, None)
 
 
-def cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bf16 in hardware (AVX512_BF16 or AMX); elsewhere it is slower than fp32."""
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private, so a torch without them is no error
-    return any(getattr(torch.cpu, check, lambda: False)() for check in checks)
+def once_per_machine(work: Callable[[], T], env: DistEnv) -> T:
+    """Let the first rank of each machine do something and give its result to that machine's ranks. Collective.
 
-
-# Guarded steps: a window whose gradient is not finite leaves no trace -------------------------------------------------
-
-GATED_DEVICES = ("cpu", "cuda")  # where torch's fused optimizers skip by a flag on the device
-
-
-def clip_and_check(parameters: Iterable[Tensor], max_norm: float = 10.0) -> tuple[Tensor, Tensor]:
-    """Clip the gradients to a global norm and say whether they are finite; the host does not wait.
-
-    Args:
-        parameters: those without gradient are passed over.
-        max_norm: of all gradients together.
-
-    Returns:
-        Norm before clipping () and found_inf (), float32: 1 if the norm is not finite, else 0. Clipped gradients are
-        useless in the first case. Under data parallelism both are the same on all ranks, for the gradients are.
+    Raises:
+        UserError: the work raised it; it is raised on all ranks of the machine.
     """
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm, torch.logical_not(torch.isfinite(norm)).to(torch.float32)
+    return _shared(work, env.local_rank == 0, env.local_world_size, _machine())
 
 
-def guarded_step(
-    optimizer: Optimizer, parameters: Iterable[Tensor], max_norm: float, scaler: torch.amp.GradScaler
-) -> Tensor:
-    """Unscale, clip and step, unless a gradient is not finite: then parameters and optimizer state stay as they are.
+def _machine() -> dist.ProcessGroup | None:
+    """The group of this machine's ranks; None, which is all ranks, where there is no other machine."""
+    return _machine_group[0] if _machine_group else None
 
-    Torch's fused optimizers read ``found_inf`` (1 skips) on the device, the mechanism that its GradScaler uses, so the
-    host does not wait. An optimizer without it costs one wait per step.
 
-    Args:
-        optimizer: over the parameters, made by `utils.optim.build_optimizer`.
-        parameters: whose gradients are clipped together.
-        max_norm: see `clip_and_check`.
-        scaler: enabled or not. It needs no word from us: wherever it would find an infinity the norm is not finite.
+def _shared(work: Callable[[], T], does: bool, ranks: int, group: dist.ProcessGroup | None) -> T:
+    if ranks == 1:
+        return work()
+    result: T | None = None
+    mistake: UserError | None = None
+    if does:
+        try:
+            result = work()
+        except UserError as error:
+            mistake = error
+    result, mistake = _broadcast((result, mistake), group)
+    if mistake is not None:
+        raise mistake
+    return result  # type: ignore[return-value]  # None only if the work gives that
 
-    Returns:
-        found_inf (), float32, 0 or 1; for `BufferSnapshot.restore` and `ModelEMA.update`, in this order.
+
+def _broadcast(obj: T, group: dist.ProcessGroup | None) -> T:
+    holder: list[Any] = [obj]
+    dist.broadcast_object_list(holder, group=group, group_src=0)
+    return holder[0]
+
+
+def _gather(obj: T, ranks: int, receives: bool, group: dist.ProcessGroup | None) -> list[T]:
+    gathered: list[Any] = [None] * ranks if receives else []
+    dist.gather_object(obj, gathered if receives else None, group=group, group_dst=0)
+    return gathered
+
+
+def share_problems(problems: Problems, env: DistEnv) -> None:
+    """Let every rank know the mistakes that any of them found, and raise them on all. Collective.
+
+    Raises:
+        UserError: there are some.
     """
-    scaler.unscale_(optimizer)
-    _, found_inf = clip_and_check(parameters, max_norm)
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and found_inf.device.type in GATED_DEVICES:
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-        optimizer.step()
-        del optimizer.found_inf  # type: ignore[attr-defined]
-    elif not found_inf.item():
-        optimizer.step()
-    scaler.update()
-    return found_inf
-
-
-class BufferSnapshot:
-    """BatchNorm buffers as they were at the start of a window, to be put back if the window is skipped.
-
-    A batch with one NaN otherwise spoils the running statistics for good.
-
-    Args:
-        model: whose BatchNorm layers are watched; taken at once, and again by `take` at every window's start.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
-        buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
-        dtypes = sorted({buffer.dtype for buffer in buffers}, key=str)
-        self.groups = [[buffer for buffer in buffers if buffer.dtype == dtype] for dtype in dtypes]
-        self.take()
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Remember the buffers; call it at the start of every window."""
-        self.saved = [self._flat(group) for group in self.groups]
-
-    @torch.no_grad()
-    def restore(self, found_inf: Tensor) -> None:
-        """Put the buffers back where found_inf () is 1; the host does not wait."""
-        skip = found_inf.bool()
-        for group, saved in zip(self.groups, self.saved, strict=True):
-            values = torch.where(skip, saved, self._flat(group)).split([buffer.numel() for buffer in group])
-            torch._foreach_copy_(group, [value.view_as(buffer) for value, buffer in zip(values, group, strict=True)])
-
-    @staticmethod
-    def _flat(group: list[Tensor]) -> Tensor:
-        return torch.cat([buffer.reshape(-1) for buffer in group])
+    for messages in all_gather_objects(problems.messages, env):
+        for message in messages:
+            problems.add(message)
+    problems.raise_if_any()
 
 
 # EMA ------------------------------------------------------------------------------------------------------------------
@@ -463,13 +467,17 @@ class ModelEMA(Generic[M]):
         raw_model: on its final device and in its final memory format.
         decay: what d tends to.
         tau: updates after which d has reached 63 % of that.
+        buffers_only: follow the buffers and leave the weights, for ranks other than 0: theirs come with `broadcast`.
     """
 
-    def __init__(self, raw_model: M, decay: float = 0.9999, tau: float = 2000.0) -> None:
+    def __init__(self, raw_model: M, decay: float = 0.9999, tau: float = 2000.0, *, buffers_only: bool = False) -> None:
         self.module: M = copy.deepcopy(raw_model).eval().requires_grad_(False)
         self.decay, self.tau = decay, tau
         self.updates = 0
         distinct = {tensor.data_ptr(): name for name, tensor in self.module.state_dict().items()}  # tied ones once
+        if buffers_only:
+            buffers = dict(self.module.named_buffers())
+            distinct = {place: name for place, name in distinct.items() if name in buffers}
         self.floating = [name for name in distinct.values() if self.module.state_dict()[name].is_floating_point()]
         self.counters = [name for name in distinct.values() if name not in set(self.floating)]
         self.skipped = torch.zeros((), device=next(raw_model.parameters()).device)
@@ -492,6 +500,10 @@ class ModelEMA(Generic[M]):
         foreach_lerp([target[name] for name in self.floating], [source[name] for name in self.floating], weight)
         if self.counters:
             torch._foreach_copy_([target[name] for name in self.counters], [source[name] for name in self.counters])
+
+    def broadcast(self, env: DistEnv) -> None:
+        """Give rank 0's average to all ranks' copies. Collective: every rank must call it."""
+        broadcast_tensors(list(self.module.state_dict().values()), env)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that moves."""
