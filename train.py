@@ -3,7 +3,8 @@
 python train.py                                                           on the built-in data, whatever device there is
 python train.py --data my.yaml --cfg yolov5s.yaml --img 640 --batch 32    on your own
 python train.py --resume runs/train/exp                                   go on where a run stopped
-python -m torch.distributed.run --nproc_per_node 2 train.py ...           the same run on two devices
+python train.py --device 0,1 --batch 64 ...                               two GPUs, 64 images a step in total
+python -m torch.distributed.run --nproc_per_node 2 train.py ...           the same, launched by hand or by a scheduler
 ... run --nnodes 2 --node_rank R --master_addr HOST --master_port P --nproc_per_node G train.py ...    two machines
 """
 
@@ -54,6 +55,7 @@ from utils.errors import UserError, run_cli
 from utils.flags import given_flags
 from utils.header import header
 from utils.inputs import read_inputs
+from utils.launch import as_worker, launch, say, worker_devices
 from utils.logging import CsvLog, DeviceMeter, get_logger
 from utils.metrics import format_table
 from utils.optim import Schedule, build_optimizer
@@ -66,17 +68,18 @@ from utils.run_folder import (
 )
 from utils.run_state import Run, TrainState, load_run_state, save
 from utils.seeds import seed_everything
-from utils.steps import BufferSnapshot, guarded_step
+from utils.steps import MAX_GRAD_NORM, BufferSnapshot, guarded_step
 from utils.sync_bn import average_statistics, convert_sync_bn
 from utils.torch_utils import (
     DistEnv,
     ModelEMA,
     broadcast_object,
+    dist_env,
     load_checkpoint,
     load_newest,
     once,
     process_group,
-    rank_device,
+    split_global_batch,
     start_all_reduce_sum,
     strip_checkpoint,
 )
@@ -92,7 +95,6 @@ COLUMNS = (
     *(f"val/{name}_loss" for name in LOSSES),
     *(f"x/lr{group}" for group in range(3)),
 )
-MAX_GRAD_NORM = 10.0
 # These may differ from the run that is continued.
 RESUMABLE_FLAGS = {"resume", "device", "dist_timeout", "workers", "cache", "project", "noplots"}
 
@@ -441,16 +443,27 @@ def resume(given: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, Any]]:
     ), saved
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and train."""
-    given = given_flags(TrainConfig, sys.argv[1:] if argv is None else argv)
-    asked = None if given.get("resume") else build_train_config(given)
-    with process_group(given.get("device", ""), timeout=given.get("dist_timeout", TrainConfig.dist_timeout)) as env:
-        config, resumed = (asked, None) if asked else once(lambda: resume(given), env)
-        if resumed and not env.launched:  # the run's own device; a launcher's ranks have theirs already
-            env = dataclasses.replace(env, device=rank_device(config.device, env))
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and train; with a list of devices in a process for each."""
+    argv = sys.argv[1:] if argv is None else argv
+    given, env = given_flags(TrainConfig, argv), dist_env()
+    config, resumed = None, None
+    if not given.get("resume"):
+        config = build_train_config(given)
+    elif not env.launched:
+        config, resumed = resume(given)
+    device = config.device if config else given.get("device", "")
+
+    devices = worker_devices(device, env)
+    if config and devices:
+        split_global_batch(config.batch_size, len(devices), config.nbs)
+        return say(launch([__file__, *argv, "--device", device], devices))
+    with process_group(device, env, given.get("dist_timeout", TrainConfig.dist_timeout)) as env:
+        if config is None:
+            config, resumed = once(lambda: resume(given), env)
         train(config, env, resumed)
+    return 0
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(as_worker(main))

@@ -2,7 +2,7 @@
 
 python val.py --weights runs/train/exp/weights/best.pt                             the validation split of shapes
 python val.py --weights best.pt --data coco.yaml --img 640 --task test             another data set, another split
-python -m torch.distributed.run --nproc_per_node 2 val.py --weights best.pt ...    the same figures from two devices
+python val.py --weights best.pt --device 0,1 ...                                   the same figures from two devices
 """
 
 import sys
@@ -18,7 +18,6 @@ if __name__ == "__main__":
     parse_val(sys.argv[1:])  # --help and mistyped flags end here, before torch is imported
     check_opencv()
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,13 +39,22 @@ from utils.dataset import LabelIndex
 from utils.errors import run_cli
 from utils.image_cache import ImageCache
 from utils.inputs import read_val_inputs
+from utils.launch import as_worker, launch, say, worker_devices
 from utils.logging import get_logger
 from utils.loss import DetectionLoss
 from utils.metrics import IOU_THRESHOLDS, ImageResult, Metrics, format_table, match_detections, summarize
 from utils.plots import Plots
 from utils.run_folder import create_run_dir
-from utils.torch_utils import DistEnv, gather_objects, once, process_group
-from utils.val_files import annotations_of, coco_results, image_id, score_with_coco, write_labels, write_predictions
+from utils.torch_utils import DistEnv, dist_env, gather_objects, once, process_group
+from utils.val_files import (
+    annotations_of,
+    coco_results,
+    image_id,
+    score_with_coco,
+    write_json,
+    write_labels,
+    write_predictions,
+)
 
 MANY_CLASSES = 50  # from here on the table shows them with --verbose only
 
@@ -268,7 +276,7 @@ def _write(config: ValConfig, run_dir: Path, data: DataConfig, index: LabelIndex
     log = get_logger()
     rows = [row._asdict() for row in evaluation.metrics.rows(data.names)]
     write_report(run_dir, {config.split: index.report}, log)
-    (run_dir / "metrics.json").write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(run_dir / "metrics.json", rows, indent=2)
     if config.save_txt:
         write_labels(run_dir, evaluation.images, index, config.save_conf)
     if config.save_json:
@@ -283,12 +291,17 @@ def _write(config: ValConfig, run_dir: Path, data: DataConfig, index: LabelIndex
             plots.add_evaluation(evaluation.metrics, evaluation.images, index)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Parse the command line and evaluate."""
-    config = parse_val(sys.argv[1:] if argv is None else argv)
-    with process_group(config.device, timeout=config.dist_timeout) as env:
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and evaluate; with a list of devices in a process for each."""
+    argv = sys.argv[1:] if argv is None else argv
+    config, env = parse_val(argv), dist_env()
+    devices = worker_devices(config.device, env)
+    if devices:
+        return say(launch([__file__, *argv], devices))
+    with process_group(config.device, env, config.dist_timeout) as env:
         run(config, env)
+    return 0
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(as_worker(main))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import cv2
 import numpy as np
@@ -13,6 +14,8 @@ from utils.augmentations import (
     Geometry,
     Tile,
     adjust_hsv,
+    copy_paste,
+    draw_copies,
     draw_geometry,
     flip,
     labels_to_normalized,
@@ -27,6 +30,7 @@ from utils.augmentations import (
     warp_tiles,
 )
 from utils.config import Hyp
+from utils.polygons import Polygons
 
 STILL = Hyp(
     hsv_h=0, hsv_s=0, hsv_v=0, degrees=0, translate=0, scale=0, shear=0, perspective=0, flipud=0, fliplr=0, mosaic=0
@@ -334,15 +338,35 @@ def test_hyperparameters_do_not_shift_the_stream(step: str) -> None:
     assert after[0] == after[1]
 
 
-def test_inputs_are_left_alone() -> None:
-    """Cached images and mapped labels are read-only."""
+@pytest.mark.parametrize("degrees", [0, 10])
+def test_inputs_are_left_alone(degrees: int) -> None:
+    """Cached images, mapped labels and their outlines are read-only, and stay what they are."""
     parts = samples(64)
-    for image, labels in parts:
-        image.flags.writeable = labels.flags.writeable = False
-    rng, hyp = np.random.default_rng(0), Hyp(degrees=10, flipud=1, fliplr=1)
-    image, labels = mosaic(parts, 64, hyp, rng)
+    corners = [np.array([[1, y], [4, y], [4, y + 4], [1, y + 4]], np.float32) for y in (2, 11, 20)]
+    triangles = Polygons(np.concatenate([shape[:3] for shape in corners]), np.array([0, 3, 6, 9]))
+    outlined = np.array([[k, *shape.min(0), *shape.max(0)] for k, shape in enumerate(corners)], np.float32)
+    parts[0] = (parts[0][0], outlined)
+    outlines = [triangles, None, None, None]
+    arrays = [array for part in parts for array in part] + list(triangles)
+    before = [array.tobytes() for array in arrays]
+    for array in arrays:
+        array.flags.writeable = False
+
+    hyp = Hyp(degrees=degrees, flipud=1, fliplr=1, copy_paste=1)
+    changed = []
+    for seed in range(8):
+        image, labels = mosaic(parts, 64, hyp, np.random.default_rng(seed), outlines)
+        plain, _ = mosaic(parts, 64, replace(hyp, copy_paste=0), np.random.default_rng(seed), outlines)
+        changed.append((image != plain).any())
+    assert any(changed)  # something was pasted into what is seen
+    rng = np.random.default_rng(0)
+    assert draw_copies(outlined, triangles, 64, hyp, rng)
+    pasted, joined, more = copy_paste(parts[0][0], outlined, triangles, [0, 2])
+    assert len(joined) == 5 and more.outlined.all() and (pasted != parts[0][0]).any()
+    letterbox_warp(*parts[0], (64, 64), hyp, rng, triangles)
     letterbox_warp(*parts[3], (64, 64), hyp, rng)
     square = parts[2]
     mixup(square, (image, labels), rng)
     flip(*square, hyp, rng)
     adjust_hsv(square[0], hyp, rng)
+    assert [array.tobytes() for array in arrays] == before

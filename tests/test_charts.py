@@ -196,9 +196,24 @@ def test_results_of_noval(tmp_path: Path) -> None:
     assert points(recall.lines[0]).tolist() == [[19, 5 * 19]]
 
 
-@pytest.mark.parametrize("epochs", [0, 1, 2])
+@pytest.mark.parametrize("epochs", [0, 1, 2, 4])
 def test_short_results(tmp_path: Path, epochs: int) -> None:
-    rendered(results_chart(csv_file(tmp_path, epochs), None))
+    """A few values are points, which are seen also where there is one; each column has its own, and nothing is bold."""
+    figure = rendered(results_chart(csv_file(tmp_path, epochs), None))
+    shown = {}
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        for line in axes.lines:
+            shown[axes.get_title(loc="left"), line.get_label()] = points(line).tolist()
+            assert line.get_marker() == "o" and float(line.get_markersize()) * figure.dpi / 72 > 5
+            assert all(low < x < high for x, _ in points(line))
+    columns = {("box loss", "train"): 1, ("obj loss", "train"): 2, ("cls loss", "train"): 3}
+    columns |= {("precision", "metrics"): 4, ("recall", "metrics"): 5}
+    columns |= {("mAP@0.5", "metrics"): 6, ("mAP@0.5:0.95", "metrics"): 7}
+    columns |= {("box loss", "val"): 8, ("obj loss", "val"): 9, ("cls loss", "val"): 10}
+    columns |= {("learning rate", "lr0"): 11, ("learning rate", "lr1"): 12, ("learning rate", "lr2"): 13}
+    assert shown == {key: [[epoch, column * epoch] for epoch in range(epochs)] for key, column in columns.items()}
+    check_texts(figure)
 
 
 def test_results_that_are_being_written(tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ def test_bad_images_are_left_out_and_named(tmp_path: Path) -> None:
     write_image(images / "00003.jpg", 9, 50)
     huge = bytearray(write_image(tmp_path / "huge.png").read_bytes())
     huge[16:24] = struct.pack(">II", 20000, 20000)
+    huge[29:33] = struct.pack(">I", zlib.crc32(huge[12:29]))
     (images / "00004.png").write_bytes(huge)
     (images / "00004.jpg").unlink()
     before = {path: path.read_bytes() for path in images.iterdir()}

@@ -17,12 +17,14 @@ import pytest
 import torch
 
 import detect
+from models.detector import fit
 from models.yolo import DetectionModel, load_state
 from tests.common import PROJECT, SHARED, needs_shared
 from tests.test_sources import Handler, Server, exif_rotated, make_video, picture, pipe, write
-from utils.config import load_yaml, parse_detect
+from utils.config import DetectConfig, load_yaml, parse_detect
+from utils.detection_files import DetectionFiles
 from utils.errors import UserError
-from utils.sources import safe_name
+from utils.sources import Frame, Source, safe_name
 from utils.torch_utils import save_checkpoint
 
 NAMES = ["cat", "traffic light", "a/b"]
@@ -116,7 +118,7 @@ def test_real_image_has_the_recorded_detections(tmp_path: Path) -> None:
     assert np.abs(found[:, :4] - wanted[:, :4]).max() < 0.52
     assert np.abs(found[:, 4] - wanted[:, 4]).max() < 1e-3
     pixels = load(image)
-    assert detect.fit(pixels, (320, 320), 32).pixels.shape == tuple(recorded["letterboxed_rgb_shape"][[2, 3, 1]])
+    assert fit(pixels, (320, 320), 32).pixels.shape == tuple(recorded["letterboxed_rgb_shape"][[2, 3, 1]])
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_real_image_has_the_recorded_detections(tmp_path: Path) -> None:
 def test_pictures_keep_their_proportions(
     shape: tuple[int, int], imgsz: tuple[int, int], inner: tuple[int, int], outer: tuple[int, int]
 ) -> None:
-    entry = detect.fit(picture(255, *shape), imgsz, 32)
+    entry = fit(picture(255, *shape), imgsz, 32)
     assert entry.pixels.shape[:2] == outer
     rows, columns = np.nonzero((entry.pixels == 255).all(2))
     assert (rows.max() - rows.min() + 1, columns.max() - columns.min() + 1) == inner
@@ -305,6 +307,23 @@ def test_video_stride_and_images_beside_videos(weights: Path, tmp_path: Path) ->
     assert {path.stem for path in run_dir.glob("labels/*")} == {"a", "b_1", "b_4", "b_7", "c_1", "c_4"}
     assert (len(read_video(run_dir / "b.mp4")[0]), len(read_video(run_dir / "c.mp4")[0])) == (3, 2)
     assert read_video(run_dir / "b.mp4")[1] == pytest.approx(10 / 3, abs=0.01)
+
+
+def test_every_video_is_closed_also_if_some_are_lost(tmp_path: Path) -> None:
+    """A video can be played once it was closed; the files of the first two are gone by then."""
+    files = DetectionFiles(tmp_path, DetectConfig(weights="x.pt"), NAMES)
+    sources = [Source("stream", f"http://host/{name}", name) for name in "abc"]
+    for number in range(1, 6):
+        for source in sources:
+            frame = Frame(source, picture(40 * number, 48, 64), number, 10.0)
+            files.write(frame, np.zeros((0, 6), np.float32), frame.image)
+    for name in "ab":
+        (tmp_path / f"{name}.mp4").unlink()
+    with pytest.raises(UserError) as error:
+        files.close()
+    assert all(f"{tmp_path}/{name}.mp4 could not be written: No such file" in str(error.value) for name in "ab")
+    assert len(read_video(tmp_path / "c.mp4")[0]) == 5
+    files.close()  # nothing is left to be done
 
 
 @pytest.fixture

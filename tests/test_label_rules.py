@@ -1,10 +1,12 @@
 """The rules for labels and images, as a user meets them: what is kept, what is said, what the report lists."""
 
+import contextlib
 import csv
 import hashlib
 import logging
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import cv2
@@ -16,6 +18,8 @@ from tests.test_faults import assert_clear, call
 from utils.config import find_yaml, load_yaml
 from utils.data_report import Problem, ScanReport, write_report
 from utils.dataset import build_index
+from utils.errors import UserError
+from utils.labels import BAD_CLASS, RowReader, check_rows
 from utils.torch_utils import save_checkpoint
 
 GOOD = "0 0.5 0.5 0.2 0.3"
@@ -123,6 +127,27 @@ def test_what_is_kept(messy: Path) -> None:
         np.testing.assert_allclose(found[name], np.reshape(boxes, (-1, 5)), atol=1e-7, err_msg=name)
     assert found["without"].shape == (0, 5)
     assert (index.report.found, index.report.missing, index.report.empty) == (len(LABELS) - 1, 1, 1)
+
+
+@pytest.mark.parametrize("single_cls", [False, True])
+def test_boxes_are_kept_once_where_all_classes_count_as_one(single_cls: bool) -> None:
+    """Rows keep their class ids for the report; ids that have no name stay a mistake."""
+    other_box, other_class = "0 0.5 0.5 0.2 0.4", "1 0.5 0.5 0.2 0.3"
+    problems: list[Problem] = []
+    reader = RowReader(problems)
+    reader.read(0, "a.txt", "\n".join([GOOD, other_class, other_box, GOOD, "2 0.5 0.5 0.2 0.3"]).encode())
+    reader.read(1, "b.txt", f"{other_class}\n{GOOD}".encode())
+    rows = check_rows(reader.rows(), ["a.txt", "b.txt"], 2, problems, single_cls)
+    found = {(problem.file, problem.line, problem.value): problem.rule for problem in problems}
+    assert found.pop(("a.txt", 5, "2")) == BAD_CLASS
+    kept = list(zip(rows.image.tolist(), rows.line.tolist(), rows.box[:, 0].tolist(), strict=True))
+    if single_cls:
+        assert kept == [(0, 1, 0), (0, 3, 0), (1, 1, 1)]
+        assert found.keys() == {("a.txt", 2, "1"), ("a.txt", 4, "0"), ("b.txt", 2, "0")}
+        assert set(found.values()) == {"box repeated where all classes count as one, kept once"}
+    else:
+        assert kept == [(0, 1, 0), (0, 2, 1), (0, 3, 0), (1, 1, 1), (1, 2, 0)]
+        assert found == {("a.txt", 4, "0"): "row repeated, kept once"}
 
 
 def test_the_report_of_a_training(messy: Path, cwd: Path) -> None:
@@ -245,3 +270,31 @@ def test_no_report_of_a_run_before(tmp_path: Path) -> None:
     assert report(tmp_path)[1:] == [["train", "a, b.txt", "3", 'x "y"', "left out"]]
     write_report(tmp_path, {"train": ScanReport()}, logger)
     assert list(tmp_path.iterdir()) == []
+
+
+@contextlib.contextmanager
+def full_disk(room: int = 100) -> Iterator[None]:
+    """No file can grow beyond ``room`` bytes; what writes one meets an OSError, as it would without room."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_report_that_cannot_be_written(tmp_path: Path) -> None:
+    """A full disk, something in the place of the file, no folder: the file and the reason are named."""
+    problems = [Problem("a.txt", line, "x", "left out") for line in range(50)]
+    reports = {"train": ScanReport(problems=problems)}
+    logger = logging.getLogger("lockstep")
+    path = tmp_path / "data_report.csv"
+    with pytest.raises(UserError, match=rf"^{path} can't be written: File too large$"), full_disk():
+        write_report(tmp_path, reports, logger)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match=rf"^{path} can't be written: "):
+        write_report(tmp_path, reports, logger)
+    with pytest.raises(UserError, match=r"gone/data_report\.csv can't be written: No such file or directory$"):
+        write_report(tmp_path / "gone", reports, logger)

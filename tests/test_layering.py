@@ -50,8 +50,8 @@ ROWS = (
     ("models.looks",),
     ("models.families",),
     ("models.memory", "models.start"),
-    ("utils.inputs",),
-    ("detect", "utils.run_state", "val"),
+    ("models.detector", "utils.inputs", "utils.launch"),
+    ("detect", "utils.predictions", "utils.run_state", "val"),
     ("utils.header",),
     ("train",),
 )

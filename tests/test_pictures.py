@@ -109,9 +109,31 @@ def test_a_name_that_cannot_be_written_is_a_number(monkeypatch: pytest.MonkeyPat
 
 
 def test_any_name_can_be_drawn() -> None:
-    names = ["\u7ea2\u7ec6\u80de", "\U0001f600", "", "x" * 500, "\u0627\u0644\u0639", "a\x00b", "$x_1$"]
-    boxes = rows(*((10 * i, 5, 10 * i + 9, 60, 0.5, i) for i in range(len(names))))
-    page([gray(80, 80)], ["\u7ea2.jpg"], [boxes], names, "")
+    """Each gives a picture of its own with the box in its place; what can't be shown stands for something that can."""
+    alike = {"": "class 0", "x" * 500: "x" * 11 + ".." + "x" * 11, "a\x00b\n": "a b"}
+    other_scripts = ["\u7ea2\u7ec6\u80de", "\U0001f600", "\u0627\u0644\u0639"]
+    if not drawing.ALL_LETTERS:
+        alike |= dict.fromkeys(other_scripts, "class 0")
+
+    def sheet(name: str, title: str = "a.jpg") -> np.ndarray:
+        return page([gray(160, 320)], [title], [rows((40, 60, 280, 140, 0.5, 0))], [name], "")
+
+    plain = sheet("cat")
+    pictures = [plain]
+    for name in [*alike, *other_scripts, "$x_1$", "x_1"]:
+        drawn = sheet(name)
+        assert drawn.shape == plain.shape
+        top = GAP + 2 * LINE_HEIGHT  # pictures of 640 pixels: twice their size
+        x1, x2, _, _ = extent(drawn[top + 200 : top + 220, :], 0)
+        _, _, y1, y2 = extent(drawn[top : top + 320, GAP + 540 : GAP + 550], 0)
+        assert np.abs(np.array([x1 - GAP, x2 - GAP, y1, y2]) - [80, 559, 120, 279]).max() <= 2
+        if name in alike:
+            np.testing.assert_array_equal(drawn, sheet(alike[name]))
+        else:
+            assert not any(np.array_equal(drawn, other) for other in pictures)
+            pictures.append(drawn)
+    titles = [sheet("cat", title) for title in ("\u7ea2.jpg", "", "x" * 500, "a.jpg")]
+    assert len({title.tobytes() for title in titles}) == 4 and {title.shape for title in titles} == {plain.shape}
 
 
 def test_fitted_is_as_wide_as_asked() -> None:

@@ -204,7 +204,7 @@ class Server(ThreadingHTTPServer):
     """Serves motion JPEG at /cam; ``frames`` per connection, a pause before each, then the end, or silence at /mute."""
 
     daemon_threads = True
-    frames, pause, connections, silent_after = 6, 0.02, 0, False
+    frames, pause, connections, silent_after, delay = 6, 0.02, 0, False, 0.0
     connection_limit = 1000
     file: Path
 
@@ -224,6 +224,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.connections > self.server.connection_limit:
             self.send_error(503)
             return
+        time.sleep(self.server.delay)
         self.send_response(200)
         if self.path.endswith(".avi"):
             data = self.server.file.read_bytes()
@@ -329,6 +330,20 @@ def test_server_that_never_answers(tmp_path: Path, scheme: str) -> None:
         assert 0.9 < time.monotonic() - start < 3
 
 
+def read_all(streams: list[Stream], limit: float = 20) -> list[tuple[float, int]]:
+    """Read one stream to its end, which must come within ``limit`` seconds: time and number of each frame."""
+    seen: list[tuple[float, int]] = []
+
+    def read() -> None:
+        seen.extend((time.monotonic(), frames[0].number) for frames in read_streams(streams))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(limit)
+    assert not thread.is_alive(), "the stream did not end"
+    return seen
+
+
 @contextlib.contextmanager
 def pipe(path: Path, content: bytes) -> Iterator[None]:
     """A named pipe that gives these bytes and then nothing, without an end: who reads hangs there."""
@@ -348,9 +363,13 @@ def pipe(path: Path, content: bytes) -> Iterator[None]:
         yield
     finally:
         done.set()
-        with contextlib.suppress(OSError):  # let go who waits for the other end to open
-            os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+        let_go(path)
         thread.join(5)
+
+
+def let_go(path: Path) -> None:
+    """End the waiting of a thread that opens a pipe whose other end nobody opens."""
+    os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
@@ -363,30 +382,37 @@ def test_stream_that_hangs_while_reading_is_given_up(
     (tmp_path / "hung.streams").write_text(f"{tmp_path}/hung.{suffix}\n")
     with pipe(tmp_path / f"hung.{suffix}", whole[: len(whole) * 2 // 3]):
         with open_streams(find_sources(str(tmp_path / "hung.streams")), timeout=1.5) as streams:
-            last = time.monotonic()
-            count = 0
-            for frames in read_streams(streams):
-                count += len(frames)
-                last = time.monotonic()
-            assert 1.4 < time.monotonic() - last < 2.5
-            closed = time.monotonic()
-        assert time.monotonic() - closed < 3
-    assert count > 0 and f"hung.{suffix}: no frame for 1.5 s; the stream has ended" in capsys.readouterr().out
+            seen = read_all(streams)
+            ended = time.monotonic()
+        assert time.monotonic() - ended < 3
+    assert 1.4 < ended - seen[-1][0] < 3
+    assert f"hung.{suffix}: no frame for 1.5 s; the stream has ended" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 def test_streams_that_hang_while_opening_cost_their_time_once(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        for k in range(4):
-            os.mkfifo(tmp_path / f"{k}.ts")
-            # Somebody has to let the threads go in the end.
-            stack.callback(lambda k=k: os.close(os.open(tmp_path / f"{k}.ts", os.O_RDWR | os.O_NONBLOCK)))
+        for path in [tmp_path / f"{k}.ts" for k in range(4)]:
+            os.mkfifo(path)
+            stack.callback(let_go, path)
         path = tmp_path / "four.streams"
         path.write_text("".join(f"{tmp_path}/{k}.ts\n" for k in range(4)))
+        sources = find_sources(str(path))
         start = time.monotonic()
-        with pytest.raises(UserError, match=r"from \S*/[0-3]\.ts \(waited 1 s"), open_streams(find_sources(str(path)), 1, 1.0):
+        with pytest.raises(UserError, match=r"from \S*/[0-3]\.ts \(waited 1 s"), open_streams(sources, 1, 1.0):
             pass
-        assert 2.9 < time.monotonic() - start < 4.5  # a second for all of them, two until they are left alone
+        assert 2.9 < time.monotonic() - start < 7  # a second for all of them, two until they are left alone
+
+
+def test_slow_servers_have_their_time_each(server: Server, tmp_path: Path) -> None:
+    """OpenCV opens one stream after the other."""
+    server.delay, server.frames = 0.9, 1000
+    path = tmp_path / "three.streams"
+    path.write_text(f"{server.url}/cam\n" * 3)
+    start = time.monotonic()
+    with open_streams(find_sources(str(path)), timeout=2) as streams:
+        assert all(stream.opened for stream in streams)
+    assert time.monotonic() - start > 2.7
 
 
 def test_silent_connection_is_opened_again_in_time(server: Server) -> None:
@@ -428,7 +454,7 @@ def test_frames_that_cannot_be_decoded_are_no_life(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Driver, "decodable", 30)
     start = time.monotonic()
     with open_streams(find_sources("0"), stride, timeout=1.0) as streams:
-        last = [frames[0].number for frames in read_streams(streams)][-1]
+        last = read_all(streams)[-1][1]
     assert 31 - stride <= last <= 30 and time.monotonic() - start < 5
 
 

@@ -13,10 +13,12 @@ import torch
 import val
 from tests.common import SHARED, needs_shared
 from tests.runs import make_data
+from tests.test_label_rules import full_disk
 from tests.test_val import NAMES, saved, yolov5n
 from utils import val_files
 from utils.config import ValConfig, load_yaml
 from utils.data_config import load_data
+from utils.errors import UserError
 from utils.images import read_image
 from utils.metrics import ImageResult
 from utils.torch_utils import process_group
@@ -205,6 +207,32 @@ def test_images_of_the_same_name(tmp_path: Path) -> None:
     val_files.write_labels(tmp_path, images, Index(), confidence=False)  # type: ignore[arg-type]
     written = {path.name: path.read_text() for path in (tmp_path / "labels").iterdir()}
     assert written == dict.fromkeys(("x.txt", "x-2.txt"), "1 0.25 0.25 0.5 0.5\n")
+
+
+def test_json_files_are_whole_or_as_they_were(tmp_path: Path) -> None:
+    content = [{"class": "\u732b", "AP": 0.25}] * 50
+    path = tmp_path / "metrics.json"
+    val_files.write_json(path, content, indent=2)
+    assert json.loads(path.read_text()) == content and path.read_text().startswith('[\n  {\n    "class"')
+    assert path.read_text().endswith("]\n")
+    with pytest.raises(UserError, match=rf"^{path} can't be written: File too large$"), full_disk():
+        val_files.write_json(path, content * 2)
+    assert json.loads(path.read_text()) == content
+    assert [found.name for found in tmp_path.iterdir()] == ["metrics.json"]
+    with pytest.raises(UserError, match=r"metrics\.json/predictions\.json can't be written: Not a directory$"):
+        val_files.write_predictions(path, [])
+
+
+def test_label_files_that_cannot_be_written(tmp_path: Path) -> None:
+    class Index:
+        shapes = np.array([[100, 200]], np.int32)
+
+        def path(self, i: int) -> str:
+            return "a/x.jpg"
+
+    image = ImageResult(0, 0, np.array([[0, 0, 100, 50, 0.5, 1]] * 9, np.float32), np.zeros((0, 5), np.float32))
+    with pytest.raises(UserError, match=rf"^{tmp_path}/labels/x.txt can't be written: File too large$"), full_disk():
+        val_files.write_labels(tmp_path, [image], Index(), confidence=True)  # type: ignore[arg-type]
 
 
 def test_pictures_by_default(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ class TrainConfig:
     script: ClassVar[str] = "train.py"
     examples: ClassVar[str] = TRAIN_EXAMPLES
     not_yet: ClassVar[dict[str, str]] = TRAIN_NOT_YET
+    not_planned: ClassVar[tuple[str, ...]] = ("--bucket", "--quad")
 
     weights: str = flag("", "model", "checkpoint to start from; '' = from scratch", metavar="FILE")
     cfg: str = flag(
@@ -163,6 +164,7 @@ class ValConfig:
     script: ClassVar[str] = "val.py"
     examples: ClassVar[str] = VAL_EXAMPLES
     not_yet: ClassVar[dict[str, str]] = VAL_NOT_YET
+    not_planned: ClassVar[tuple[str, ...]] = ()
 
     weights: str = flag("", "model", "checkpoint to measure", metavar="FILE")
 
@@ -214,6 +216,7 @@ class DetectConfig:
     script: ClassVar[str] = "detect.py"
     examples: ClassVar[str] = DETECT_EXAMPLES
     not_yet: ClassVar[dict[str, str]] = DETECT_NOT_YET
+    not_planned: ClassVar[tuple[str, ...]] = ("--data", "--update")
 
     weights: str = flag("", "model", "checkpoint to detect with", metavar="FILE")
 

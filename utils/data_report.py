@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from utils.errors import UserError
+
 REPORT_FILE = "data_report.csv"  # in a run folder
 SHOWN = 10  # problems of a split on the terminal
 
@@ -92,10 +94,17 @@ def report_csv(problems: Mapping[str, Sequence[Problem]]) -> str:
 
 
 def write_report(run_dir: Path, reports: Mapping[str, ScanReport], logger: logging.Logger) -> None:
-    """Write every problem of some splits to the run folder and say where, if there is any."""
+    """Write every problem of some splits to the run folder and say where, if there is any.
+
+    Raises:
+        UserError: the file can't be written.
+    """
     problems = {split: report.problems for split, report in reports.items()}
     path = run_dir / REPORT_FILE
-    path.unlink(missing_ok=True)  # of a run that was here before (--exist-ok)
-    if any(problems.values()):
-        path.write_text(report_csv(problems), encoding="utf-8", errors="surrogateescape")
-        logger.info(f"every problem of the data is listed in {path}")
+    try:
+        path.unlink(missing_ok=True)  # of a run that was here before (--exist-ok)
+        if any(problems.values()):
+            path.write_text(report_csv(problems), encoding="utf-8", errors="surrogateescape")
+            logger.info(f"every problem of the data is listed in {path}")
+    except OSError as error:
+        raise UserError(f"{path} can't be written: {error.strerror}") from error

@@ -40,7 +40,7 @@ from utils.torch_utils import ALONE, DistEnv, all_gather_objects, gather_on_mach
 
 __all__ = ["LabelIndex", "build_index", "cache_folders", "open_splits", "read_image"]
 
-RULES_VERSION = 2  # raise it whenever a rule, the row format or the file format changes: older cache files are rebuilt
+RULES_VERSION = 3  # raise it whenever a rule, the row format or the file format changes: older cache files are rebuilt
 MAGIC = b"LSINDEX1"
 CHUNK = 512  # images per unit of work: long enough for vectorized checks, short enough for an even progress bar
 MIN_SIDE, MAX_PIXELS = 10, 1 << 28
@@ -69,7 +69,7 @@ class _Part(NamedTuple):
     problems: list[Problem]
 
 
-def _scan_chunk(paths: Sequence[str], stats: np.ndarray, num_classes: int) -> _Part:
+def _scan_chunk(paths: Sequence[str], stats: np.ndarray, num_classes: int, single_cls: bool) -> _Part:
     """Check some images and their label files; stats (n, 4) int64 as from ``_file_stats``."""
     status = np.full(len(paths), LABELLED, np.uint8)
     shapes = np.zeros((len(paths), 2), np.int32)
@@ -89,7 +89,7 @@ def _scan_chunk(paths: Sequence[str], stats: np.ndarray, num_classes: int) -> _P
         else:
             if not reader.read(i, name, text):
                 status[i] = MISSING if label_size == NO_FILE else EMPTY
-    rows = check_rows(reader.rows(), names, num_classes, problems)
+    rows = check_rows(reader.rows(), names, num_classes, problems, single_cls)
     counts = np.bincount(rows.image, minlength=len(paths))
     outlines = [reader.outlines[k] if k >= 0 else NO_POINTS for k in rows.outline.tolist()]
     corners = np.array([len(outline) for outline in outlines], np.int64)
@@ -112,7 +112,9 @@ def _checked_size(path: str) -> tuple[int, int]:
     return height, width
 
 
-def _scan(paths: list[str], stats: np.ndarray, num_classes: int, split: str, env: DistEnv) -> _Part | None:
+def _scan(
+    paths: list[str], stats: np.ndarray, num_classes: int, single_cls: bool, split: str, env: DistEnv
+) -> _Part | None:
     """Scan all images on all cores of a machine, each of its ranks a share. Collective.
 
     Returns:
@@ -122,7 +124,7 @@ def _scan(paths: list[str], stats: np.ndarray, num_classes: int, split: str, env
     starts = all_starts[env.local_rank :: env.local_world_size]
 
     def work(start: int) -> _Part:
-        return _scan_chunk(paths[start : start + CHUNK], stats[start : start + CHUNK], num_classes)
+        return _scan_chunk(paths[start : start + CHUNK], stats[start : start + CHUNK], num_classes, single_cls)
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(max(cores // env.local_world_size, 1), len(starts) // 2)
@@ -323,7 +325,7 @@ def build_index(
         lambda: next((found for file in files if (found := open_index(file, key, logger))), None), env
     )
     if index is None:
-        scanned = _scan(paths, stats, num_classes, split, env)
+        scanned = _scan(paths, stats, num_classes, single_cls, split, env)
 
         def checked_and_stored() -> LabelIndex:
             assert scanned is not None

@@ -3,6 +3,7 @@
 import csv
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from utils.config import DetectConfig
-from utils.errors import UserError
+from utils.drawing import draw_detections
+from utils.errors import Problems, UserError
 from utils.sources import STREAM_FPS, Frame, Source, safe_name
 
 CSV_COLUMNS = ("Image Name", "Prediction", "Confidence", "Class", "X1", "Y1", "X2", "Y2", "Frame", "Source")
@@ -41,6 +43,32 @@ def label_rows(detections: NDArray[np.float32], height: int, width: int, corners
         numbers = [*box, conf] if confidence else box
         lines.append(f"{int(class_id)} " + " ".join(f"{number:.6g}" for number in numbers) + "\n")
     return "".join(lines)
+
+
+def annotate(
+    image: NDArray[np.uint8],
+    detections: NDArray[np.float32],
+    names: Sequence[str],
+    line_thickness: int = DetectConfig.line_thickness,
+    hide_labels: bool = DetectConfig.hide_labels,
+    hide_conf: bool = DetectConfig.hide_conf,
+) -> NDArray[np.uint8]:
+    """Return a copy of an image with its detections drawn.
+
+    Args:
+        image: (H, W, 3) uint8 BGR.
+        detections: (K, 6) [x1, y1, x2, y2, confidence, class], pixels.
+        names: of the classes.
+        line_thickness: of the boxes in pixels; 0 = in proportion to the image.
+        hide_labels: boxes only.
+        hide_conf: class names without confidences.
+    """
+    classes = detections[:, 5].astype(int).tolist()
+    labels = [
+        "" if hide_labels else names[class_id] if hide_conf else f"{names[class_id]} {conf:.2f}"
+        for class_id, conf in zip(classes, detections[:, 4].tolist(), strict=True)
+    ]
+    return draw_detections(image, detections[:, :4], labels, classes, line_thickness)
 
 
 def crop(image: NDArray[np.uint8], box: Sequence[float]) -> NDArray[np.uint8]:
@@ -115,15 +143,25 @@ class DetectionFiles:
             self._write_picture(frame, picture)
 
     def finish(self, source: Source) -> None:
-        """Close the video of a source, if it has one, so that it can be played."""
+        """Close the video of a source, if it has one, so that it can be played.
+
+        Raises:
+            UserError: it could not be written.
+        """
         video = self._videos.pop(source, None)
         if video is not None:
             video.close()
 
     def close(self) -> None:
-        """Close all videos."""
+        """Close all videos, also when some could not be written.
+
+        Raises:
+            UserError: lists these.
+        """
+        problems = Problems()
         for source in list(self._videos):
-            self.finish(source)
+            problems.attempt(partial(self.finish, source))
+        problems.raise_if_any()
 
     def _write_picture(self, frame: Frame, picture: NDArray[np.uint8]) -> None:
         if frame.number == 0:
@@ -204,5 +242,9 @@ class _Video:
 
     def close(self) -> None:
         self.writer.release()
-        if not self.path.is_file() or self.path.stat().st_size == 0:
+        try:
+            size = self.path.stat().st_size
+        except OSError as error:
+            raise UserError(f"{self.path} could not be written: {error.strerror}") from error
+        if size == 0:
             raise UserError(f"{self.path} could not be written; is the disk full?")

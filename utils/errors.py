@@ -9,6 +9,7 @@ from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
+USER_ERROR = 2  # exit status of a mistake
 TURN = 5.0  # seconds that the other processes of a machine leave to its first one to say what is wrong
 
 
@@ -80,16 +81,29 @@ def nearest(word: object, known: Iterable[str], alike: float = 0.6) -> str:
     return f"; did you mean {by_lower[matches[0]]}?" if matches else ""
 
 
+def first_of_machine() -> bool:
+    """Whether this process is the first that a launcher started on this machine, or was started without one."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def await_turn() -> None:
+    """Let the first process of a machine say what is wrong.
+
+    Most mistakes are met by all processes that a launcher started. The first one speaks at once, and as it leaves the
+    launcher ends the others; one that is still there after that speaks as well.
+    """
+    if not first_of_machine():
+        time.sleep(TURN)
+
+
 def report(error: UserError) -> int:
     """Print a mistake on stderr, without a traceback, and return the exit status for it.
 
-    Where a launcher started several processes on this machine, most mistakes are met by all of them. Its first one
-    speaks at once, and as it leaves the launcher ends the others; one that is still there then speaks as well.
+    Where a launcher started several processes on this machine, its first one speaks; see `await_turn`.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(TURN)
+    await_turn()
     print(f"error: {error}", file=sys.stderr)
-    return 2
+    return USER_ERROR
 
 
 def run_cli(main: Callable[[], int | None]) -> NoReturn:
@@ -103,6 +117,7 @@ def run_cli(main: Callable[[], int | None]) -> NoReturn:
     except UserError as error:
         status = report(error)
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+        if first_of_machine():
+            print("stopped by Ctrl-C", file=sys.stderr)
         status = 130
     sys.exit(status)

@@ -1,7 +1,8 @@
 """Where the fields of a dataclass become a command line: parser, help page, and checks of what was typed.
 
 A class whose fields are flags has the class variables ``script`` (its file), ``examples`` (top of the help page) and
-``not_yet`` (flags, or a flag and one of its values, of features that come later, each with a sentence).
+``not_yet`` (flags, or a flag and one of its values, of features that are not there, each with a sentence), of which
+``not_planned`` names those that are not to come.
 """
 
 import argparse
@@ -99,8 +100,11 @@ def flags_page(kinds: Iterable[type[Any]]) -> str:
                 choices = ": " + ", ".join(f"`{choice}`" for choice in item.metadata.get("choices", ()))
                 text = item.metadata["text"] + choices.rstrip(": ")
                 lines.append(f"| {spellings} | `{_shown_default(item)}` | {text} |")
-        lines += ["", "Not available yet; an error, never ignored:", ""]
-        lines += [f"- `{spelling}`: {reason}" for spelling, reason in kind.not_yet.items()]
+        for title, planned in (("Not available yet", True), ("Not available, and not planned", False)):
+            names = [name for name in kind.not_yet if (name not in kind.not_planned) is planned]
+            if names:
+                lines += ["", f"{title}; an error, never ignored:", ""]
+                lines += [f"- `{name}`: {kind.not_yet[name]}" for name in names]
     return "\n".join(lines) + "\n"
 
 
@@ -173,6 +177,44 @@ def _read(parser: _Parser, kind: type[Any], argv: Sequence[str] | None) -> dict[
     check_values(kind, given, problems)
     problems.raise_if_any()
     return given
+
+
+def given_keywords(kind: type[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags that a call from Python names, by field name; every flag is a keyword under its spellings.
+
+    Args:
+        kind: dataclass whose fields are flags.
+        keywords: such as ``batch=64, data="my.yaml"``; dashes are underscores, paths and lists may be objects.
+
+    Raises:
+        UserError: unknown or unavailable keywords, wrong types, values out of range: all of them at once.
+    """
+    fields = {_keyword(spelling): item for item in dataclasses.fields(kind) for spelling in _spellings(item)}
+    later = {_keyword(spelling): spelling for spelling in kind.not_yet if " " not in spelling}
+    problems, given = Problems(), {}
+    for name, value in keywords.items():
+        if name in fields:
+            given[fields[name].name] = _plain(value, fields[name].type)
+        elif name in later:
+            problems.add(f"{name} is not available yet: {kind.not_yet[later[name]]}")
+        else:
+            problems.add(f"{name} is not a keyword{nearest(name, fields)}")
+    check_values(kind, given, problems)
+    problems.raise_if_any()
+    return given
+
+
+def _keyword(spelling: str) -> str:
+    return spelling.lstrip("-").replace("-", "_")
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """Return a keyword's value as a flag has it: a path or a list as a text, a number as a list of one."""
+    if kind in (str, bool | str) and not isinstance(value, str | bool | None):
+        return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    if kind == list[int]:
+        return [value] if isinstance(value, int) else list(value) if isinstance(value, tuple) else value
+    return value
 
 
 def _report_unknown(unknown: Sequence[str], known: Sequence[str], problems: Problems) -> None:

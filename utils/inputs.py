@@ -25,7 +25,15 @@ from utils.errors import Problems
 from utils.image_cache import SHARED_MEMORY, shared_memory_beside
 from utils.preflight import check_disk, check_run_folder, check_shared_memory
 from utils.steps import Precision, choose_precision
-from utils.torch_utils import BatchPlan, DistEnv, load_checkpoint, once, share_problems, split_global_batch
+from utils.torch_utils import (
+    BatchPlan,
+    DistEnv,
+    all_gather_objects,
+    load_checkpoint,
+    once,
+    share_problems,
+    split_global_batch,
+)
 
 
 @dataclass(frozen=True)
@@ -132,8 +140,12 @@ def _spec(
 def read_labels(
     data: DataConfig | None, splits: Sequence[str], strict: bool, env: DistEnv, problems: Problems
 ) -> dict[str, LabelIndex]:
-    """Open splits; {} where something is wrong with them. The built-in data set is not drawn after other mistakes."""
-    if data is None or (data.generator is not None and problems):
+    """Open splits; {} where something is wrong with them. The built-in data set is not drawn after other mistakes.
+
+    Collective: every rank must call it.
+    """
+    mistaken = any(all_gather_objects(bool(problems), env))  # some are found by a single rank, and all have to scan
+    if data is None or (data.generator is not None and mistaken):
         return {}
     return problems.attempt(lambda: open_splits(data, splits, env, strict=strict)) or {}
 

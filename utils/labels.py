@@ -86,10 +86,12 @@ def corners_outside(rows: Rows) -> Verdict:
     return Verdict(hit, np.where(-low > high - 1, low, high), box)
 
 
-def repeated(rows: Rows) -> Verdict:
-    """The same class and box once more in the same file."""
+def repeated(rows: Rows, any_class: bool = False) -> Verdict:
+    """The same class and box once more in the same file; with ``any_class`` the same box."""
     key = np.empty((len(rows.image), 6), np.float64)
     key[:, 0], key[:, 1:] = rows.image, rows.box.astype(np.float32)
+    if any_class:
+        key[:, 1] = 0
     seen: set[bytes] = set()
     hit = np.zeros(len(key), bool)
     for k, row in enumerate((key + 0.0).view("V48")[:, 0].tolist()):  # + 0.0: no negative zeros
@@ -105,15 +107,34 @@ ROW_RULES: tuple[tuple[str, Callable[[Rows], Verdict]], ...] = (  # in this orde
     ("coordinate slightly outside 0 to 1, clipped", slightly_outside),
     ("box without width or height, row left out", no_area),
     ("box reaches out of the image, clipped", corners_outside),
-    ("row repeated, kept once", repeated),
 )
+REPEATED = "row repeated, kept once"
+REPEATED_BOX = "box repeated where all classes count as one, kept once"
 NOT_A_NUMBER = "not a number, row left out"
 BAD_COLUMNS = "neither 5 columns (class cx cy w h) nor a polygon (class and 3 or more x y pairs), row left out"
 
 
-def check_rows(rows: Rows, names: Sequence[str], num_classes: int, problems: list[Problem]) -> Rows:
-    """Apply every rule; names are the label files that ``rows.image`` counts. Returns what is left, maybe corrected."""
-    rules = (ROW_RULES[0], (BAD_CLASS, lambda rows: bad_class(rows, num_classes)), *ROW_RULES[1:])
+def check_rows(
+    rows: Rows, names: Sequence[str], num_classes: int, problems: list[Problem], single_cls: bool = False
+) -> Rows:
+    """Apply every rule.
+
+    Args:
+        rows: as they were read.
+        names: the label files that ``rows.image`` counts.
+        num_classes: classes of the data set.
+        problems: where to add what breaks a rule.
+        single_cls: whether all classes count as one. The rows keep their ids.
+
+    Returns:
+        What is left, maybe corrected.
+    """
+    rules = (
+        ROW_RULES[0],
+        (BAD_CLASS, lambda rows: bad_class(rows, num_classes)),
+        *ROW_RULES[1:],
+        (REPEATED_BOX, lambda rows: repeated(rows, any_class=True)) if single_cls else (REPEATED, repeated),
+    )
     for text, rule in rules:
         hit, value, box = rule(rows)
         for k in np.flatnonzero(hit):

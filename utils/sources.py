@@ -2,11 +2,12 @@
 
 import contextlib
 import glob
+import itertools
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,13 @@ def read_files(sources: Sequence[Source], vid_stride: int = 1) -> Iterator[Frame
             yield from _read_video(source, vid_stride)
 
 
+def in_batches(frames: Iterable[Frame], size: int) -> Iterator[list[Frame]]:
+    """Gather frames into lists of ``size``; the last one may be shorter, none is empty."""
+    frames = iter(frames)
+    while batch := list(itertools.islice(frames, size)):
+        yield batch
+
+
 def _read_video(source: Source, vid_stride: int) -> Iterator[Frame | Source]:
     capture = cv2.VideoCapture(source.address)
     try:
@@ -323,7 +331,7 @@ class Stream:
         self.source = source
         self._vid_stride, self._timeout = vid_stride, timeout
         self._frame: Frame | None = None
-        self._last_sign = time.monotonic()  # when a frame came or was taken
+        self._last_sign = time.monotonic()  # when a frame was taken or passed over
         self._decodes = True  # the last frame that was to be kept
         self.tried = self.opened = self.ended = False
         self._stopping = False
@@ -433,7 +441,6 @@ class Stream:
             if finite:
                 self._changed.wait_for(lambda: self._frame is None or self._stopping)
             self.opened, self._frame = True, frame
-            self._last_sign = time.monotonic()
             self._changed.notify_all()
 
     def _skip(self) -> None:

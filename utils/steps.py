@@ -65,6 +65,7 @@ def cpu_has_bf16() -> bool:
 
 # Guarded steps: a window whose gradient is not finite leaves no trace -------------------------------------------------
 
+MAX_GRAD_NORM = 10.0  # of all gradients of a step together
 GATED_DEVICES = ("cpu", "cuda")  # where torch's fused optimizers skip by a flag on the device
 
 

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.torch_utils import DistEnv, all_gather_rows, all_reduce_sum
 
-PART = 2**19  # values that statistics are taken of at a time: they stay in a core's cache
+PART = 2**19  # values, about, that statistics are taken of at a time: so they stay in a processor's cache
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -116,7 +116,8 @@ class _Normalize(torch.autograd.Function):
             grad_input.addcmul_(grad_output, _per_channel(scale, input))
         else:  # with mixed types that is slow; the derivative in evaluation mode is the same product
             grad_input += F.batch_norm(grad_output, torch.zeros_like(mean), var, weight, eps=ctx.eps)
-        affine = (grad_weight, grad_bias) if weight is not None else (None, None)
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        affine = (grad_weight if needs_weight else None, grad_bias if needs_bias else None)
         return grad_input, *affine, None, None, None, None, None
 
 
@@ -152,8 +153,8 @@ def _moments(part: Tensor) -> Tensor:
         # The statistics are float32 because the unused running ones are.
         unused = part.new_zeros(channels, dtype=torch.float32)
         return torch.cat((count, *torch.ops.aten.batch_norm_update_stats(part, unused, unused.clone(), 0.0)))
-    # That kernel adds channels-last values up one by one, to the last bits of which 24 do not suffice where a mean is
-    # much larger than the spread; and torch.var_mean takes ten times as long.
+    # With float32 that kernel would not do: it adds channels-last values up one by one and loses the spread beside a
+    # large mean. And torch.var_mean takes ten times as long as these passes.
     dims = [dim for dim in range(part.dim()) if dim != 1]
     mean = part.mean(dims, keepdim=True)
     return torch.cat((count, mean.flatten(), (part - mean).square_().mean(dims)))

@@ -1,6 +1,7 @@
 """Ranks and what passes between them, the global batch, EMA and checkpoints: what a run needs from torch itself."""
 
 import copy
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from utils.checkpoint_files import (
     load_checkpoint,
@@ -197,6 +199,7 @@ def process_group(
         dist.destroy_process_group()
 
 
+_groups = itertools.count()  # numbers the process groups of this process
 # The ranks of this machine as a group of their own, while a process group is up and there are other machines.
 _machine_group: list[dist.ProcessGroup] = []
 
@@ -220,7 +223,10 @@ def _connect(env: DistEnv, timeout: timedelta) -> None:
     if on_nccl and interface is not None and interface != "lo" and not os.environ.get("NCCL_SOCKET_IFNAME"):
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_nccl else "gloo", timeout=timeout)
+        # A launcher keeps its store: under the same names a second group would find the addresses of the first one.
+        store = dist.PrefixStore(f"group {next(_groups)}", next(rendezvous("env://", timeout=timeout))[0])
+        name = "cpu:gloo,cuda:nccl" if on_nccl else "gloo"
+        dist.init_process_group(name, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
         dist.monitored_barrier(timeout=timedelta(seconds=MEET_TIMEOUT))  # names the ranks that do not come
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -58,22 +58,39 @@ def coco_results(images: Sequence[ImageResult], index: LabelIndex, names: Sequen
     return results
 
 
+def write_json(path: Path, content: Any, indent: int | None = None) -> None:
+    """Write a JSON file, whole or not at all.
+
+    Args:
+        path: in a run folder.
+        content: what is written.
+        indent: spaces of each level; None = all in one line.
+
+    Raises:
+        UserError: it can't be written.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            json.dump(content, file, indent=indent)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise UserError(f"{path} can't be written: {error.strerror}") from error
+
+
 def write_predictions(run_dir: Path, results: list[dict[str, Any]]) -> Path:
     """Write predictions.json, whole or not at all.
 
     Raises:
         UserError: it can't be written.
     """
-    path, beside = run_dir / PREDICTIONS, run_dir / f".{PREDICTIONS}.{os.getpid()}"
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            json.dump(results, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise UserError(f"{path} can't be written: {error.strerror}") from error
+    path = run_dir / PREDICTIONS
+    write_json(path, results)
     return path
 
 
@@ -89,7 +106,7 @@ def write_labels(run_dir: Path, images: Sequence[ImageResult], index: LabelIndex
     Raises:
         UserError: a file can't be written.
     """
-    folder = run_dir / "labels"
+    path = folder = run_dir / "labels"
     taken: set[str] = set()
     try:
         folder.mkdir(exist_ok=True)
@@ -107,7 +124,7 @@ def write_labels(run_dir: Path, images: Sequence[ImageResult], index: LabelIndex
             if rows:
                 path.write_text(rows, encoding="utf-8", newline="\n")
     except OSError as error:
-        raise UserError(f"{error.filename or folder} can't be written: {error.strerror}") from error
+        raise UserError(f"{error.filename or path} can't be written: {error.strerror}") from error
 
 
 def annotations_of(data: DataConfig, split: str) -> Path | None:

@@ -1,0 +1,347 @@
+"""Lockstep from Python: train, validate and use a detector.
+
+from lockstep import YOLO
+
+model = YOLO("runs/train/exp/weights/best.pt")                  # or a network's YAML: YOLO("yolov5s.yaml")
+results = model.train(data="my.yaml", epochs=100, batch=64, device="0,1")
+model.val(data="my.yaml")
+for found in model.predict("photos"): print(found.to_pandas())
+"""
+
+import sys
+
+from own_packages import check_packages
+
+check_packages()
+
+import codecs
+import contextlib
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+import train
+import val
+from models.families import Family, family_of, load_model
+from models.yolo import DetectionModel
+from utils.callbacks import Callback, check_picklable
+from utils.config import ROOT, TrainConfig, ValConfig, build_config, find_yaml, load_yaml
+from utils.data_config import build_train_config
+from utils.errors import USER_ERROR, UserError, await_turn, run_cli
+from utils.flags import given_keywords
+from utils.jobs import (
+    MISTAKE,
+    OUTCOME,
+    job_folder,
+    load_callbacks,
+    read_job,
+    read_outcome,
+    refuse_to_recurse,
+    write_job,
+    write_outcome,
+)
+from utils.launch import as_worker, end_with_parent, launch, worker_devices
+from utils.torch_utils import (
+    ALONE,
+    DistEnv,
+    broadcast_object,
+    dist_env,
+    process_group,
+    save_checkpoint,
+    split_global_batch,
+)
+
+__all__ = ["YOLO", "Callback", "Results", "TrainingError", "UserError"]
+
+RESULTS = "results.json"
+PATIENCE = 60  # seconds that an interrupted call waits for its workers
+
+
+class TrainingError(RuntimeError):
+    """A worker failed; the message has its rank and traceback."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a training or a validation hands back.
+
+    Attributes:
+        run_dir: folder with everything that was written.
+        rows: the table of the validation (of the best weights, after a training): ``all`` first, then the classes that
+            have labels, each with name, images, instances, p, r, map50 and map. Empty if nothing was validated.
+        fitness: the best value of ``--metric`` during the training; after a validation mAP50-95.
+    """
+
+    run_dir: Path
+    rows: list[dict[str, Any]]
+    fitness: float
+
+    @property
+    def best(self) -> Path:
+        """The best weights of a training."""
+        return self.run_dir / "weights" / "best.pt"
+
+    @property
+    def last(self) -> Path:
+        """The last state of a training, to resume from."""
+        return self.run_dir / "weights" / "last.pt"
+
+    @property
+    def map50(self) -> float:
+        """MAP at IoU 0.5 over all classes; nan if nothing was validated."""
+        return self._overall("map50")
+
+    @property
+    def map(self) -> float:
+        """MAP over IoU 0.5 to 0.95 and all classes; nan if nothing was validated."""
+        return self._overall("map")
+
+    def _overall(self, figure: str) -> float:
+        return float(self.rows[0][figure]) if self.rows else float("nan")
+
+
+class YOLO:
+    """A detector: a network with its weights and the names of its classes.
+
+    Attributes:
+        model: the network, in evaluation mode; None until there are weights.
+        names: of its classes; empty until there are weights.
+    """
+
+    def __init__(self, weights_or_cfg: str | Path = "yolov5n.yaml", device: str | int = "") -> None:
+        """Load weights, or name a network to train from scratch.
+
+        Args:
+            weights_or_cfg: a checkpoint, or the YAML of a network: a path or the name of a shipped one.
+            device: where `predict` computes; "" is the first GPU, else the CPU.
+
+        Raises:
+            UserError: there is no such file, or it is none of both.
+        """
+        self.device = device
+        self.cfg, self.weights_name = "", ""
+        self.model: DetectionModel | None = None
+        self.family: Family | None = None
+        self.imgsz = TrainConfig.imgsz
+        name = str(weights_or_cfg)
+        if name.endswith((".yaml", ".yml")):
+            self.cfg = str(find_yaml(name, "model"))
+            self.family = family_of(load_yaml(Path(self.cfg)))
+        else:
+            self._load(Path(name), ALONE)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the classes, index = class id."""
+        return list(self.model.names) if self.model is not None else []
+
+    def train(self, *, callbacks: Sequence[Callback] = (), **flags: Any) -> Results:
+        """Train, starting from this object's weights; it holds the best ones of the run afterwards.
+
+        Args:
+            callbacks: told what happens; see `utils.callbacks`.
+            **flags: every flag of train.py, under the same name: ``data="my.yaml"``, ``batch=64``, ``sync_bn=True``.
+                ``device="0,1"`` trains in a process for each device.
+
+        Returns:
+            Where the run is and what its best weights reach; the same on all ranks under a launcher.
+
+        Raises:
+            UserError: something is wrong with flags, data or weights; nothing was trained then.
+            TrainingError: a worker process failed.
+        """
+        refuse_to_recurse()
+        given = given_keywords(TrainConfig, flags)
+        with job_folder() as folder, _settings_kept():
+            if not given.get("resume"):
+                given = {**self._start(folder, given), **given}
+            env = dist_env()
+            config, resumed = (None, None)
+            if not given.get("resume"):
+                config = build_train_config(given)
+            elif not env.launched:
+                config, resumed = train.resume(given)
+            device = config.device if config else given.get("device", "")
+            devices = worker_devices(device, env)
+            if config and devices:
+                check_picklable(callbacks)
+                split_global_batch(config.batch_size, len(devices), config.nbs)
+                results = _in_workers(folder, {**given, "device": device}, callbacks)
+                self._load(results.best, ALONE)
+                return results
+            with process_group(device, env, given.get("dist_timeout", TrainConfig.dist_timeout)) as env:
+                results = _train_here(given, config, resumed, callbacks, env)
+                self._load(results.best, env)
+                return results
+
+    def val(self, **flags: Any) -> Results:
+        """Measure this object's weights.
+
+        Args:
+            **flags: every flag of val.py, under the same name.
+
+        Returns:
+            The table of the validation; under a launcher the same on all ranks.
+
+        Raises:
+            UserError: something is wrong with flags, data or weights.
+        """
+        given = given_keywords(ValConfig, flags)
+        with job_folder() as folder, _settings_kept():
+            given = {**self._start(folder, given), **given}
+            given.pop("cfg", None)
+            config, env = build_config(ValConfig, given), dist_env()
+            if worker_devices(config.device, env):
+                raise UserError("device: several devices validate with val.py --device 0,1, or under a launcher")
+            with process_group(config.device, env, config.dist_timeout) as env:
+                evaluation = val.run(config, env)
+                rows = [row._asdict() for row in evaluation.metrics.rows(self.names)] if evaluation else []
+                rows = broadcast_object(rows, env)
+            return Results(Path(config.project), rows, rows[0]["map"])
+
+    def save(self, path: str | Path) -> None:
+        """Write the weights as a checkpoint for ``--weights``, val.py and detect.py.
+
+        Raises:
+            UserError: there are no weights yet.
+        """
+        if self.model is None:
+            raise UserError(f"{self.cfg} has no weights yet; train it first")
+        config = {"imgsz": self.imgsz}
+        content = {"model": self.model.state_dict(), "spec": self.model.yaml, "names": self.names, "config": config}
+        save_checkpoint(content, Path(path), keep_previous=False)
+
+    def _start(self, folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the weights for a run to start from, and return the flags that name them or the network."""
+        if "weights" in given or self.model is None:
+            return {} if "weights" in given or "cfg" in given else {"cfg": self.cfg}
+        path = folder / self.weights_name
+        self.save(path)
+        return {"weights": str(path)}
+
+    def _load(self, path: Path, env: DistEnv) -> None:
+        """Take the weights of a checkpoint. Collective."""
+        self.model, self.family, self.imgsz = load_model(path, env)
+        self.weights_name = path.name
+
+
+def _train_here(
+    given: Mapping[str, Any],
+    config: TrainConfig | None,
+    resumed: dict[str, Any] | None,
+    callbacks: Sequence[Callback],
+    env: DistEnv,
+) -> Results:
+    """Train as one of the ranks, maybe the only one. Collective."""
+    done = train.start(given, config, resumed, env, callbacks)
+    plain = None
+    if env.is_main_process:
+        rows = done.evaluation.metrics.rows(done.names) if done.evaluation else []
+        plain = Results(done.run_dir, [row._asdict() for row in rows], done.best_fitness)
+    shared = broadcast_object(plain, env)
+    assert shared is not None
+    return shared
+
+
+def _in_workers(folder: Path, given: Mapping[str, Any], callbacks: Sequence[Callback]) -> Results:
+    """Train in worker processes, started by a child of this one: a launcher takes over a process's signals."""
+    variables = write_job(folder, given, callbacks)
+    shown = _is_real(sys.stdout)
+    child = subprocess.Popen(
+        [sys.executable, str(ROOT / "lockstep.py"), str(folder)],
+        env=os.environ | variables,
+        stdout=None if shown else subprocess.PIPE,
+        stderr=None if shown else subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C reaches it through us: once, also from a notebook
+    )
+    try:
+        if child.stdout is not None:
+            _relay(child.stdout)
+        status = child.wait()
+    except KeyboardInterrupt:
+        child.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(PATIENCE)
+        raise
+    finally:
+        if child.poll() is None:
+            child.kill()  # its workers end with it
+            child.wait()
+    mistake, outcome = read_outcome(folder, MISTAKE), read_outcome(folder, OUTCOME)
+    if mistake:
+        raise UserError(mistake["message"], mistake["messages"])
+    found = read_outcome(folder, RESULTS)
+    if status or found is None:
+        raise TrainingError(outcome["text"] if outcome else f"the launcher of the workers ended with status {status}")
+    return Results(Path(found["run_dir"]), found["rows"], found["fitness"])
+
+
+def _is_real(stream: Any) -> bool:
+    """Whether a stream is the process's own output, which children write to as well; in a notebook it is not."""
+    try:
+        return stream is sys.__stdout__ and stream.fileno() == 1
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _relay(pipe: BinaryIO) -> None:
+    """Copy a child's output to this process's as it comes."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while chunk := os.read(pipe.fileno(), 1 << 16):
+        sys.stdout.write(decoder.decode(chunk))
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _settings_kept() -> Iterator[None]:
+    """Put back what a run sets for its whole process: variables, random numbers, torch's choice of kernels."""
+    variables, python, numpy_state = dict(os.environ), random.getstate(), np.random.get_state()
+    torch_state, repeatable = torch.get_rng_state(), torch.are_deterministic_algorithms_enabled()
+    warns_only, cudnn = torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.deterministic
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(variables)
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        torch.use_deterministic_algorithms(repeatable, warn_only=warns_only)
+        torch.backends.cudnn.deterministic = cudnn
+
+
+def main() -> int:
+    """Be the launcher of a job or, as its child, one of its workers."""
+    folder, env = Path(sys.argv[1]), dist_env()
+    try:
+        if not env.launched:
+            end_with_parent(signal.SIGTERM)
+            failure = launch([__file__, str(folder)], worker_devices(read_job(folder).given["device"], env))
+            if failure:
+                write_outcome(folder, OUTCOME, {"text": failure.text, "rank": failure.rank})
+            return failure.status if failure else 0
+        job = read_job(folder)
+        callbacks = load_callbacks(job)
+        config = None if job.given.get("resume") else build_train_config(job.given)
+        with process_group(job.given["device"], env, job.given.get("dist_timeout", TrainConfig.dist_timeout)) as env:
+            results = _train_here(job.given, config, None, callbacks, env)
+        if env.is_main_process:
+            found = {"run_dir": str(results.run_dir.resolve()), "rows": results.rows, "fitness": results.fitness}
+            write_outcome(folder, RESULTS, found)
+    except UserError as error:  # the caller says it, in its own terminal
+        await_turn()
+        write_outcome(folder, MISTAKE, {"message": str(error), "messages": error.messages})
+        return USER_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(as_worker(main))

@@ -1,0 +1,151 @@
+"""A call from Python, written down for worker processes, and what comes back: files in a folder that nobody else reads.
+
+Nothing of the caller's script is run again in a worker, unless a callback is defined there.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import runpy
+import shutil
+import sys
+import tempfile
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from utils.errors import UserError
+
+DIGEST = "LOCKSTEP_JOB_SHA256"  # in the environment of those who may read the job
+JOB, OUTCOME, MISTAKE = "job.pickle", "outcome.json", "mistake.json"
+MAIN = "__mp_main__"  # the name that a script goes by where it is imported by another process
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker needs to know of a call.
+
+    Attributes:
+        given: flags by field name.
+        callbacks: a pickle of the caller's list of them.
+        main: file or module (behind "-m ") of the caller's script if a callback is defined there, else "".
+        search: the caller's ``sys.path``.
+    """
+
+    given: dict[str, Any]
+    callbacks: bytes
+    main: str
+    search: list[str]
+
+
+@contextlib.contextmanager
+def job_folder() -> Iterator[Path]:
+    """A folder of this user's alone, removed at the end whatever happens."""
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-job-"))  # mode 0700
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_job(folder: Path, given: Mapping[str, Any], callbacks: Sequence[object]) -> dict[str, str]:
+    """Write a call into its folder.
+
+    Args:
+        folder: of `job_folder`.
+        given: flags by field name.
+        callbacks: picklable ones.
+
+    Returns:
+        Environment variables for those who are to read it.
+
+    Raises:
+        UserError: a callback is defined where no other process can import it.
+    """
+    of_main = [callback for callback in callbacks if type(callback).__module__ == "__main__"]
+    main = _main_script(of_main[0]) if of_main else ""
+    data = pickle.dumps(Job(dict(given), pickle.dumps(list(callbacks)), main, list(sys.path)))
+    (folder / JOB).write_bytes(data)
+    return {DIGEST: hashlib.sha256(data).hexdigest()}
+
+
+def read_job(folder: Path) -> Job:
+    """Read a call; only what the process that started this one has written.
+
+    Raises:
+        UserError: the file is another one.
+    """
+    data = (folder / JOB).read_bytes()
+    if hashlib.sha256(data).hexdigest() != os.environ.get(DIGEST):
+        raise UserError(f"{folder / JOB} is not the job that this process was started for")
+    job: Job = pickle.loads(data)
+    return job
+
+
+def load_callbacks(job: Job) -> list[Any]:
+    """Make the caller's callbacks; imports the script that they are defined in, if it is the caller's own.
+
+    Raises:
+        UserError: the script trains as it is imported.
+    """
+    sys.path[:] = job.search
+    if job.main:
+        module = types.ModuleType(MAIN)
+        sys.modules[MAIN] = module
+        content = (
+            runpy.run_module(job.main.removeprefix("-m "), run_name=MAIN, alter_sys=True)
+            if job.main.startswith("-m ")
+            else runpy.run_path(job.main, run_name=MAIN)
+        )
+        module.__dict__.update(content)
+        sys.modules["__main__"] = module
+    callbacks: list[Any] = pickle.loads(job.callbacks)
+    return callbacks
+
+
+def refuse_to_recurse() -> None:
+    """Stop a script that trains again while a worker imports it.
+
+    Raises:
+        UserError: names the missing guard.
+    """
+    if MAIN in sys.modules and DIGEST in os.environ:
+        raise UserError(
+            "a callback is defined in the script that trains, so every worker imports that script, and the training "
+            "in it must not start again: put it behind a guard\n\n"
+            '    if __name__ == "__main__":\n'
+            '        YOLO(...).train(..., device="0,1")\n\n'
+            "or move the callback's class to a module of its own"
+        )
+
+
+def _main_script(callback: object) -> str:
+    """Return where other processes find the caller's script."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name != "__main__":
+        return f"-m {spec.name}"
+    file = getattr(main, "__file__", None)
+    if file is None or not Path(file).is_file():
+        raise UserError(
+            f"callbacks: {type(callback).__name__} is defined in an interactive session, where workers can't find it; "
+            "put its class into a module (a .py file) and import it, or use a built-in logger by name"
+        )
+    return str(Path(file).resolve())
+
+
+def write_outcome(folder: Path, name: str, content: Any) -> None:
+    """Write what comes back, whole or not at all."""
+    beside = folder / f"{name}.tmp"
+    beside.write_text(json.dumps(content))
+    beside.replace(folder / name)
+
+
+def read_outcome(folder: Path, name: str) -> Any:
+    """Read what came back; None if nothing did."""
+    path = folder / name
+    return json.loads(path.read_text()) if path.exists() else None

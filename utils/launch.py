@@ -1,0 +1,228 @@
+"""One worker for each of several devices, started and watched by torch's elastic launcher.
+
+A worker is the same script with the same command line; that it is one of several it reads from its environment, as
+under a launcher that was typed by hand.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from utils.devices import parse_device
+from utils.errors import USER_ERROR
+from utils.torch_utils import DistEnv
+
+T = TypeVar("T")
+
+OURS = "LOCKSTEP_LAUNCHER"  # in a worker's environment: the process that started it
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"  # those left out would kill the launcher, not its workers
+GRACE = 30  # seconds between asking workers to leave and killing them
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL error")
+LOGS = "lockstep-launch-"
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a launch ended that did not succeed.
+
+    Attributes:
+        status: exit status for the launcher: 2 for a mistake of the user, which its worker has said already.
+        rank: of the process that failed first, None if it was the launcher that was told to stop.
+        text: what to tell; "" for a mistake of the user.
+    """
+
+    status: int
+    rank: int | None
+    text: str
+
+
+def worker_devices(flag: str | int | Sequence[str | int], env: DistEnv) -> list[torch.device]:
+    """Return the devices that need a worker each: [] for a single one, and for a process that is a worker itself.
+
+    Args:
+        flag: see `utils.devices.parse_device`.
+        env: this process's place.
+
+    Raises:
+        UserError: the flag is wrong.
+    """
+    if env.launched:
+        return []
+    devices = parse_device(flag, torch.cuda.device_count(), torch.backends.mps.is_available())
+    return devices if len(devices) > 1 else []
+
+
+def launch(command: Sequence[str], devices: Sequence[torch.device]) -> Failure | None:
+    """Run a Python script once for each device, and wait for the end of all. Takes over signals: main thread only.
+
+    If one fails all others are ended. The port is a free one, so that any number of runs share a machine.
+
+    Args:
+        command: script and arguments, as behind ``python``.
+        devices: as many workers.
+
+    Returns:
+        None if all succeeded.
+    """
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # it is said better below
+    logs = _log_folder()
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=len(devices),
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        signals_to_handle=SIGNALS,
+        shutdown_timeout=GRACE,
+    )
+    try:
+        with _variables(_worker_variables(devices)):
+            elastic_launch(config, sys.executable)(*command)
+    except ChildFailedError as error:
+        return explain(error.failures)
+    except SignalException as error:
+        name = signal.Signals(error.sigval).name
+        return Failure(128 + error.sigval, None, f"stopped by {name}; so were the {len(devices)} workers")
+    finally:
+        shutil.rmtree(logs, ignore_errors=True)
+    return None
+
+
+def _log_folder() -> Path:
+    """Make a folder for the workers' error files; those of launchers that were killed are removed."""
+    for old in Path(tempfile.gettempdir()).glob(f"{LOGS}*"):
+        pid = old.name.removeprefix(LOGS).split("-")[0]
+        if pid.isdecimal() and not Path("/proc", pid).exists() and Path("/proc").exists():
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{LOGS}{os.getpid()}-"))
+
+
+def _worker_variables(devices: Sequence[torch.device]) -> dict[str, str]:
+    """Environment of the workers beside what the elastic launcher sets."""
+    variables = {OURS: str(os.getpid())}
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        variables["OMP_NUM_THREADS"] = str(max(cores // len(devices), 1))
+    if sys.platform == "win32":
+        variables["USE_LIBUV"] = "0"  # torch for Windows is built without it
+    return variables
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while, and take back what the launcher sets of its own."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def explain(failures: Mapping[int, ProcessFailure]) -> Failure:
+    """Tell which worker failed first, and how.
+
+    A worker that dies takes its connections along, so that others fail as well, sometimes before it is noticed itself:
+    the first failure is looked for among those that are no lost connection.
+
+    Args:
+        failures: by rank, at least one.
+    """
+    in_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    causes = [item for item in in_time if not _lost_a_peer(item[1])] or in_time
+    own = [item for item in causes if item[1].exitcode != -signal.SIGTERM] or causes  # ended by the launcher itself
+    rank, failure = own[0]
+    if failure.exitcode == USER_ERROR:
+        return Failure(USER_ERROR, rank, "")
+    if failure.exitcode < 0:
+        killed = f"rank {rank} was killed by {failure.signal_name()}"
+        hint = "; if nobody did that, the machine ran out of memory" if failure.exitcode == -9 else ""
+        return Failure(128 - failure.exitcode, rank, f"{killed}{hint}; all other ranks were ended")
+    text = _traceback(failure)
+    if _lost_a_peer(failure):
+        text += "another rank left in the middle of the run, without an error of its own\n"
+    end = f"rank {rank} failed with status {failure.exitcode}; all other ranks were ended"
+    return Failure(failure.exitcode, rank, f"{text}{end}")
+
+
+def _traceback(failure: ProcessFailure) -> str:
+    message: Any = failure.error_file_data.get("message", "")
+    return str(message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else ""
+
+
+def _lost_a_peer(failure: ProcessFailure) -> bool:
+    text = _traceback(failure).rstrip().rsplit("\n", 1)[-1]
+    return any(words in text for words in LOST_PEER)
+
+
+# In a worker ----------------------------------------------------------------------------------------------------------
+
+
+def as_worker(main: Callable[[], T]) -> Callable[[], T | None]:
+    """Make a script's main function fit to be run by a launcher.
+
+    The process ends with the launcher, also if that is killed; an exception is handed to the launcher, and one of ours
+    prints it when all workers are gone, so that it is the last thing to be read.
+    """
+    launcher = "TORCHELASTIC_RUN_ID" in os.environ or OURS in os.environ
+    if not launcher:
+        return main
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the launcher runs in the background
+    if OURS in os.environ:
+        sys.excepthook = lambda *_: None
+    recorded: Callable[[], T | None] = record(main)
+    return recorded
+
+
+def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """End this process when its parent ends: by the kernel on Linux, elsewhere by looking once a second.
+
+    Args:
+        by: the signal; one that can be handled leaves time to end what this process has started.
+    """
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, by)
+        if os.getppid() != parent:  # it has ended before it could be watched
+            os._exit(1)
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        signal.raise_signal(by)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def say(failure: Failure | None) -> int:
+    """Print on stderr how a launch failed, if it did, and return the exit status for it."""
+    sys.stdout.flush()
+    if failure and failure.text:
+        print(f"\n{failure.text}", file=sys.stderr, flush=True)  # a progress bar may have left its line open
+    return failure.status if failure else 0

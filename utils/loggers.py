@@ -1,0 +1,187 @@
+"""The built-in loggers: where the figures of a run go, by name.
+
+``csv`` is part of every run: results.png and a resumed run build on results.csv. Others on the same interface are
+written as any callback is, with ``may_stop`` False.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+from utils.callbacks import Callback, EpochEnd, ExceptionRaised, Stop, TrainEnd, TrainStart
+from utils.config import LOGGERS
+from utils.errors import UserError, nearest
+from utils.logging import CsvLog
+from utils.run_folder import versions
+
+FIGURES = {  # names in results.csv, as YOLOv5 has them
+    "precision": "metrics/precision",
+    "recall": "metrics/recall",
+    "map50": "metrics/mAP_0.5",
+    "map": "metrics/mAP_0.5:0.95",
+}
+TENSORBOARD_FILES = "events.out.tfevents.*"
+
+
+def loggers_from_names(names: Iterable[str]) -> list[Callback]:
+    """Make loggers, ``csv`` always among them; nothing is written yet.
+
+    Raises:
+        UserError: an unknown name, or a logger whose package is not installed.
+    """
+    wanted = dict.fromkeys(["csv", *names])
+    for name in wanted:
+        if name not in _LOGGERS:
+            raise UserError(f"--loggers is one of {', '.join(LOGGERS)}, not {name!r}{nearest(name, LOGGERS)}")
+    return [_LOGGERS[name]() for name in wanted]
+
+
+def columns(start: TrainStart) -> tuple[str, ...]:
+    """Return the columns of results.csv in their order, ``epoch`` first."""
+    train, val = ([f"{split}/{name}_loss" for name in start.losses] for split in ("train", "val"))
+    return ("epoch", *train, *FIGURES.values(), *val, *(f"x/{name}" for name in start.rates))
+
+
+def figures(event: EpochEnd) -> dict[str, float]:
+    """Return the figures of an epoch by their names in results.csv; those of a validation only if there was one."""
+    found = {f"train/{name}_loss": value for name, value in event.train_losses.items()}
+    if event.metrics is not None:
+        found |= {column: getattr(event.metrics, name) for name, column in FIGURES.items()}
+    found |= {f"val/{name}_loss": value for name, value in event.val_losses.items()}
+    return found | {f"x/{name}": value for name, value in event.rates.items()}
+
+
+class CsvLogger(Callback):
+    """results.csv: one row per epoch."""
+
+    may_stop: ClassVar[bool] = False
+
+    def on_train_start(self, event: TrainStart) -> None:
+        """Make the file, or cut off the epochs that are done again."""
+        self._log = CsvLog(event.run_dir / "results.csv", columns(event), keep_epochs=event.resumed_epoch or 0)
+
+    def on_epoch_end(self, event: EpochEnd) -> Stop | None:
+        """Add a row; what was not measured is nan."""
+        self._log.append(dict.fromkeys(self._log.columns, math.nan) | {"epoch": event.epoch} | figures(event))
+        return None
+
+
+class JsonlLogger(Callback):
+    """results.jsonl: a JSON object in each line; first the run with its flags and versions, then the epochs.
+
+    Figures have the names of results.csv and all their digits; what was not measured or is not finite is null.
+    """
+
+    may_stop: ClassVar[bool] = False
+
+    def on_train_start(self, event: TrainStart) -> None:
+        """Write the first line, or keep the one that is there and cut off the epochs that are done again."""
+        self._path, self._columns = event.run_dir / "results.jsonl", columns(event)
+        first = {key: value for key, value in asdict(event).items() if key != "resumed_epoch"}
+        lines = [_json_line(first | {"run_dir": str(event.run_dir), "versions": versions()})]
+        if event.resumed_epoch is not None and self._path.exists():
+            there = _whole_lines(self._path)
+            lines = [line for line, content in there if "flags" in content][:1] or lines
+            lines += [line for line, content in there if content.get("epoch", math.inf) < event.resumed_epoch]
+        beside = self._path.with_name(f"{self._path.name}.tmp")
+        beside.write_bytes(b"".join(lines))
+        os.replace(beside, self._path)
+
+    def on_epoch_end(self, event: EpochEnd) -> Stop | None:
+        """Add a line."""
+        row: dict[str, Any] = dict.fromkeys(self._columns) | {"epoch": event.epoch} | figures(event)
+        row |= {"best_fitness": event.best_fitness, "better": event.better, "seconds": event.seconds}
+        row["class_maps"] = None if event.metrics is None else dict(event.metrics.class_maps)
+        with self._path.open("ab") as file:
+            file.write(_json_line(row))
+        return None
+
+
+def _json_line(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(_strict(content), allow_nan=False).encode() + b"\n"
+
+
+def _strict(value: Any) -> Any:
+    """Put null for nan and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _strict(element) for key, element in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Return the lines that hold a JSON object, and these; a run may have died while it wrote one."""
+    found = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            content = json.loads(line)
+        except ValueError:  # also of bytes that are no text
+            continue
+        if line.endswith(b"\n") and isinstance(content, dict):
+            found.append((line, content))
+    return found
+
+
+class TensorBoardLogger(Callback):
+    """Event files in the run folder, for ``tensorboard --logdir runs/train``; steps are epochs, 0-based.
+
+    Raises:
+        UserError: TensorBoard is not installed.
+    """
+
+    may_stop: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except Exception as error:  # one that is there may still be broken, in ways of its own
+            raise UserError(
+                f"--loggers tensorboard: TensorBoard can't be imported ({error}); pip install tensorboard, or leave "
+                "the name out"
+            ) from error
+        self._make = SummaryWriter
+
+    def on_train_start(self, event: TrainStart) -> None:
+        """Open a file; of those of the run so far the epochs that are done again no longer count."""
+        if event.resumed_epoch is None:
+            for path in event.run_dir.glob(TENSORBOARD_FILES):  # of another run (--exist-ok)
+                path.unlink()
+        self._writer = self._make(str(event.run_dir), purge_step=event.resumed_epoch)
+        self._writer.add_text("run/flags", _table(event.flags), event.resumed_epoch or 0)
+        self._writer.add_text("run/hyperparameters", _table(event.hyp), event.resumed_epoch or 0)
+
+    def on_epoch_end(self, event: EpochEnd) -> Stop | None:
+        """Write what was measured; also what a killed run leaves can be read."""
+        by_class = event.metrics.class_maps if event.metrics is not None else {}
+        for name, value in {
+            **figures(event),
+            **{f"class_mAP/{name}": value for name, value in by_class.items()},
+        }.items():
+            self._writer.add_scalar(name, value, event.epoch)
+        self._writer.flush()
+        return None
+
+    def on_train_end(self, event: TrainEnd) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def on_exception(self, event: ExceptionRaised) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+def _table(values: Mapping[str, Any]) -> str:
+    """Return a table in Markdown."""
+    return "\n".join(
+        ["| name | value |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in values.items())]
+    )
+
+
+_LOGGERS: dict[str, Callable[[], Callback]] = {
+    "csv": CsvLogger,
+    "jsonl": JsonlLogger,
+    "tensorboard": TensorBoardLogger,
+}

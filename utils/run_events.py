@@ -1,0 +1,102 @@
+"""What of a run its callbacks are told: the events, made from the run."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import val
+from utils.callbacks import EpochEnd, Figures, TrainEnd, TrainStart
+from utils.config import config_to_dict
+from utils.metrics import Metrics
+from utils.run_state import Run
+
+
+def train_start(run: Run, losses: Sequence[str], resumed: bool) -> TrainStart:
+    """Describe a run that is ready for its next batch.
+
+    Args:
+        run: with the state it starts from.
+        losses: names of the loss terms.
+        resumed: whether it goes on with an earlier one.
+    """
+    return TrainStart(
+        run_dir=run.run_dir,
+        epochs=run.config.epochs,
+        batches_per_epoch=run.schedule.batches_per_epoch,
+        names=tuple(run.data.names),
+        losses=tuple(losses),
+        rates=tuple(rates(run, run.state.epoch)),
+        flags=config_to_dict(run.config),
+        hyp=config_to_dict(run.hyp),
+        resumed_epoch=run.state.epoch if resumed else None,
+    )
+
+
+def epoch_end(
+    run: Run, losses: Mapping[str, float], evaluation: val.Evaluation | None, better: bool, seconds: float
+) -> EpochEnd:
+    """Describe an epoch that was trained and maybe validated.
+
+    Args:
+        run: with the epoch and the best fitness in its state.
+        losses: means of the epoch by name.
+        evaluation: None without one.
+        better: whether it is the best so far.
+        seconds: that the epoch took.
+    """
+    return EpochEnd(
+        epoch=run.state.epoch,
+        epochs=run.config.epochs,
+        train_losses=dict(losses),
+        val_losses={} if evaluation is None else dict(zip(losses, evaluation.losses, strict=True)),
+        metrics=figures(run, evaluation),
+        rates=rates(run, run.state.epoch),
+        best_fitness=run.state.best_fitness,
+        better=better,
+        seconds=seconds,
+    )
+
+
+def train_end(run: Run, evaluation: val.Evaluation | None) -> TrainEnd:
+    """Describe a finished run.
+
+    Args:
+        run: as it is.
+        evaluation: of its best weights; None if there are none.
+    """
+    best = run.weights_dir / "best.pt"
+    return TrainEnd(run.run_dir, best if evaluation is not None else None, figures(run, evaluation))
+
+
+def rates(run: Run, epoch: int) -> dict[str, float]:
+    """Return the learning rates of the parameter groups by name, at the last batch of an epoch."""
+    last_batch = (epoch + 1) * run.schedule.batches_per_epoch - 1
+    return {f"lr{group}": rate for group, rate in enumerate(run.schedule.lr(last_batch))}
+
+
+def figures(run: Run, evaluation: val.Evaluation | None) -> Figures | None:
+    """Return what of a validation callbacks are told; None without one."""
+    if evaluation is None:
+        return None
+    metrics = evaluation.metrics
+    return Figures(
+        precision=metrics.p,
+        recall=metrics.r,
+        map50=metrics.map50,
+        map=metrics.map,
+        fitness=metrics.value(run.config.metric),
+        class_maps=class_maps(metrics, run.data.names),
+    )
+
+
+def class_maps(metrics: Metrics, names: Sequence[str]) -> dict[str, float]:
+    """Return the AP over IoU 0.5 to 0.95 of each class that has labels, by name.
+
+    Args:
+        metrics: of a validation.
+        names: of the classes, index = class id; of those that several classes have, each is followed by the id.
+    """
+    uses, figures = Counter(names), metrics.per_class
+    return {
+        names[i] if uses[names[i]] == 1 else f"{names[i]} ({i})": float(ap.mean())
+        for i, ap in zip(figures.classes.tolist(), figures.ap, strict=True)
+    }
