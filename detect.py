@@ -99,7 +99,7 @@ def read_inputs(config: DetectConfig, env: DistEnv) -> tuple[list[Source], Detec
     problems.attempt(lambda: check_half(config, env.device))
     if config.view_img:
         problems.attempt(check_display)
-    loaded = problems.attempt(lambda: load_model(Path(config.weights), env))
+    loaded = problems.attempt(lambda: load_model(Path(config.weights), env, "--weights"))
     detector = problems.attempt(lambda: build_detector(*loaded, config, env.device)) if loaded else None
     problems.raise_if_any()
     assert sources is not None and detector is not None
@@ -123,7 +123,7 @@ def run(config: DetectConfig, env: DistEnv) -> Summary:
             batches = read_batches(sources, config, summary)
         detector.warm_up()
         total = count_pictures(sources, config.vid_stride)
-        bar = stack.enter_context(tqdm(None, "detecting", total, leave=False, unit="image"))
+        bar = stack.enter_context(tqdm(None, "detecting", total, leave=False, unit="image", disable=None))
         try:
             detect_all(batches, detector, config, summary, bar)
         finally:

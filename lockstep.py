@@ -20,10 +20,10 @@ import os
 import random
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, Literal, TextIO, overload
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from models.families import Family, family_of, load_model
 from models.yolo import DetectionModel
 from utils.callbacks import Callback, check_picklable
 from utils.config import ROOT, TrainConfig, ValConfig, build_config, find_yaml, load_yaml
-from utils.data_config import build_train_config
 from utils.errors import USER_ERROR, UserError, await_turn, run_cli
 from utils.flags import given_keywords
 from utils.jobs import (
@@ -49,14 +48,15 @@ from utils.jobs import (
     write_outcome,
 )
 from utils.launch import as_worker, end_with_parent, launch, worker_devices
+from utils.predictions import Prediction, predict, predict_config
 from utils.torch_utils import (
     ALONE,
     DistEnv,
     broadcast_object,
     dist_env,
     process_group,
+    rank_device,
     save_checkpoint,
-    split_global_batch,
 )
 
 __all__ = ["YOLO", "Callback", "Results", "TrainingError", "UserError"]
@@ -164,17 +164,12 @@ class YOLO:
             if not given.get("resume"):
                 given = {**self._start(folder, given), **given}
             env = dist_env()
-            config, resumed = (None, None)
-            if not given.get("resume"):
-                config = build_train_config(given)
-            elif not env.launched:
-                config, resumed = train.resume(given)
+            config, resumed = train.settings(given, env)
             device = config.device if config else given.get("device", "")
             devices = worker_devices(device, env)
             if config and devices:
                 check_picklable(callbacks)
-                split_global_batch(config.batch_size, len(devices), config.nbs)
-                results = _in_workers(folder, {**given, "device": device}, callbacks)
+                results = _in_workers(folder, {**given, **train.for_workers(config, devices)}, callbacks)
                 self._load(results.best, ALONE)
                 return results
             with process_group(device, env, given.get("dist_timeout", TrainConfig.dist_timeout)) as env:
@@ -206,6 +201,36 @@ class YOLO:
                 rows = [row._asdict() for row in evaluation.metrics.rows(self.names)] if evaluation else []
                 rows = broadcast_object(rows, env)
             return Results(Path(config.project), rows, rows[0]["map"])
+
+    @overload
+    def predict(self, source: Any, *, stream: Literal[False] = False, **flags: Any) -> list[Prediction]: ...
+    @overload
+    def predict(self, source: Any, *, stream: Literal[True], **flags: Any) -> Generator[Prediction, None, None]: ...
+    def predict(
+        self, source: Any, *, stream: bool = False, **flags: Any
+    ) -> list[Prediction] | Generator[Prediction, None, None]:
+        """Find objects in pictures with this object's weights.
+
+        Args:
+            source: path of an image or video, folder, pattern, list file, URL, number of a camera, array as OpenCV
+                reads it (uint8, (H, W, 3) BGR, (H, W, 4) BGRA or (H, W) gray), PIL image, or a list of these.
+            stream: whether to return a generator that takes pictures as they are asked for: for long videos, and for
+                streams, which may have no end.
+            **flags: detect.py's flags of its input, detection and device, under the same names: ``conf_thres=0.5``,
+                ``imgsz=1280``, ``classes=[0, 2]``; ``batch_size`` is 16. None is the default.
+
+        Returns:
+            A `Prediction` for each picture, in the order of the source; [] for an empty list.
+
+        Raises:
+            UserError: something is wrong with source or flags; while reading: an entry can't be read at all.
+        """
+        if self.model is None or self.family is None:
+            raise UserError(f"{self.cfg} has no weights yet; train it first")
+        config = predict_config({"device": self.device, **flags}, self.weights_name)
+        device = rank_device(config.device, dist_env())
+        found = predict(source, self.model.to(device), self.family, self.imgsz, config, device, stream)
+        return found if stream else list(found)
 
     def save(self, path: str | Path) -> None:
         """Write the weights as a checkpoint for ``--weights``, val.py and detect.py.
@@ -241,11 +266,10 @@ def _train_here(
     env: DistEnv,
 ) -> Results:
     """Train as one of the ranks, maybe the only one. Collective."""
-    done = train.start(given, config, resumed, env, callbacks)
+    done = train.begin(given, config, resumed, env, callbacks)
     plain = None
     if env.is_main_process:
-        rows = done.evaluation.metrics.rows(done.names) if done.evaluation else []
-        plain = Results(done.run_dir, [row._asdict() for row in rows], done.best_fitness)
+        plain = Results(done.run_dir, [row._asdict() for row in done.rows], done.best_fitness)
     shared = broadcast_object(plain, env)
     assert shared is not None
     return shared
@@ -284,15 +308,15 @@ def _in_workers(folder: Path, given: Mapping[str, Any], callbacks: Sequence[Call
     return Results(Path(found["run_dir"]), found["rows"], found["fitness"])
 
 
-def _is_real(stream: Any) -> bool:
+def _is_real(stream: TextIO) -> bool:
     """Whether a stream is the process's own output, which children write to as well; in a notebook it is not."""
     try:
-        return stream is sys.__stdout__ and stream.fileno() == 1
+        return stream is sys.__stdout__ and bool(stream.fileno() == 1)
     except (OSError, ValueError, AttributeError):
         return False
 
 
-def _relay(pipe: BinaryIO) -> None:
+def _relay(pipe: IO[bytes]) -> None:
     """Copy a child's output to this process's as it comes."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while chunk := os.read(pipe.fileno(), 1 << 16):
@@ -330,9 +354,9 @@ def main() -> int:
             return failure.status if failure else 0
         job = read_job(folder)
         callbacks = load_callbacks(job)
-        config = None if job.given.get("resume") else build_train_config(job.given)
+        config, resumed = train.settings(job.given, env)
         with process_group(job.given["device"], env, job.given.get("dist_timeout", TrainConfig.dist_timeout)) as env:
-            results = _train_here(job.given, config, None, callbacks, env)
+            results = _train_here(job.given, config, resumed, callbacks, env)
         if env.is_main_process:
             found = {"run_dir": str(results.run_dir.resolve()), "rows": results.rows, "fitness": results.fitness}
             write_outcome(folder, RESULTS, found)

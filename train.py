@@ -23,16 +23,21 @@ if __name__ == "__main__":
 
 import contextlib
 import dataclasses
+import functools
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import val
 from models.start import choose_sync_bn
 from models.yolo import load_state
+from utils.autobatch import AUTOMATIC, automatic_batch
+from utils.callbacks import Callback, Callbacks, CheckpointSaved, check_callbacks
 from utils.config import build_config, config_to_dict
 from utils.console import EpochProgress, RunClock, duration
 from utils.data_config import build_train_config
@@ -56,10 +61,11 @@ from utils.flags import given_flags
 from utils.header import header
 from utils.inputs import read_inputs
 from utils.launch import as_worker, launch, say, worker_devices
-from utils.logging import CsvLog, DeviceMeter, get_logger
-from utils.metrics import format_table
+from utils.logging import DeviceMeter, get_logger
+from utils.metrics import TableRow, format_table
 from utils.optim import Schedule, build_optimizer
 from utils.plots import Plots
+from utils.run_events import epoch_end, train_end, train_start
 from utils.run_folder import (
     create_run_dir,
     find_resumable,
@@ -85,18 +91,8 @@ from utils.torch_utils import (
 )
 
 LOSSES = ("box", "obj", "cls")
-COLUMNS = (
-    "epoch",
-    *(f"train/{name}_loss" for name in LOSSES),
-    "metrics/precision",
-    "metrics/recall",
-    "metrics/mAP_0.5",
-    "metrics/mAP_0.5:0.95",
-    *(f"val/{name}_loss" for name in LOSSES),
-    *(f"x/lr{group}" for group in range(3)),
-)
 # These may differ from the run that is continued.
-RESUMABLE_FLAGS = {"resume", "device", "dist_timeout", "workers", "cache", "project", "noplots"}
+RESUMABLE_FLAGS = {"resume", "device", "dist_timeout", "workers", "cache", "project", "noplots", "loggers"}
 
 
 @dataclass(frozen=True)
@@ -107,31 +103,37 @@ class Results:
         run_dir: folder with everything that was written.
         best_fitness: what ``--metric`` names, of the best epoch.
         evaluation: of the best weights; None off rank 0.
+        rows: the table of that; [] without.
     """
 
     run_dir: Path
     best_fitness: float
     evaluation: val.Evaluation | None
+    rows: list[TableRow] = dataclasses.field(default_factory=list)
 
 
-def train(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = None) -> Results:
+def train(
+    config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = None, callbacks: Sequence[Callback] = ()
+) -> Results:
     """Run one training from start to end. Collective: every rank must call it.
 
     Args:
         config: every flag.
         env: this rank's place.
         resumed: checkpoint of the run to go on with.
+        callbacks: told what happens, besides the loggers; only rank 0's are.
 
     Raises:
         UserError: flags, data, network and weights do not fit together; nothing has been trained then.
     """
     log = get_logger()
-    run = set_up(config, env, resumed)
-    with contextlib.ExitStack() as stack:
+    run = set_up(config, env, resumed, callbacks)
+    with run.callbacks, contextlib.ExitStack() as stack:
         stack.enter_context(run.plots)
         train_batches, val_batches = open_loaders(run, stack)
         log.info(header(run))
         run.plots.add_labels(run.train_index)
+        run.callbacks.train_start(train_start(run, LOSSES, resumed is not None))
 
         # 5. loop ----------------------------------------------------------------------------------------------------
         clock = RunClock(config.epochs, run.state.epoch + run.state.batch / run.schedule.batches_per_epoch)
@@ -139,22 +141,27 @@ def train(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = No
             losses = train_epoch(run, train_batches, clock)
 
             # 6. epoch end: validation, files, verdict ---------------------------------------------------------------
-            end_epoch(run, losses, val_batches)
+            end_epoch(run, losses, val_batches, clock)
             if run.state.stopped:
-                log.info(f"no better {config.metric} for {config.patience} epochs (--patience): stopping early")
                 break
 
         # 7. end -----------------------------------------------------------------------------------------------------
-        return finish(run, val_batches, clock)
+        results = finish(run, val_batches, clock)
+        stack.close()  # waits for the pictures
+        run.callbacks.train_end(train_end(run, results.evaluation))
+        return results
 
 
-def set_up(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = None) -> Run:
+def set_up(
+    config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = None, callbacks: Sequence[Callback] = ()
+) -> Run:
     """Make everything that a run needs, ready for its next batch. Collective: every rank must call it.
 
     Raises:
         UserError: flags, data, network and weights do not fit together; no run folder is made then.
     """
-    # 1. seeds -------------------------------------------------------------------------------------------------------
+    # 1. callbacks and seeds -----------------------------------------------------------------------------------------
+    check_callbacks(callbacks)
     deterministic = env.device.type == "cpu" if config.deterministic is None else config.deterministic
     seed_everything(config.seed, deterministic)
 
@@ -194,12 +201,7 @@ def set_up(config: TrainConfig, env: DistEnv, resumed: dict[str, Any] | None = N
         buffers=BufferSnapshot(raw_model),
         meter=DeviceMeter(len(LOSSES), env.device),
         plots=Plots(run_dir, data.names, enabled=env.is_main_process and not config.noplots),
-        results=CsvLog(
-            run_dir / "results.csv",
-            COLUMNS,
-            keep_epochs=resumed["state"]["epoch"] if resumed else 0,
-            enabled=env.is_main_process,
-        ),
+        callbacks=Callbacks([*inputs.loggers, *callbacks] if env.is_main_process else []),
         state=TrainState(),
     )
 
@@ -266,42 +268,42 @@ def train_epoch(run: Run, batches: Iterator[Batch], clock: RunClock) -> list[flo
     return run.mean_losses()
 
 
-def end_epoch(run: Run, losses: list[float], val_batches: ValLoader) -> None:
+def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, clock: RunClock) -> None:
     """Validate, decide, write results and checkpoints. Collective: every rank must call it."""
     config, state, log = run.config, run.state, get_logger()
     epoch, last = state.epoch, state.epoch + 1 == config.epochs
-    row: dict[str, float] = dict.fromkeys(COLUMNS, math.nan) | {"epoch": epoch}
-    row |= dict(zip((f"train/{name}_loss" for name in LOSSES), losses, strict=True))
-    rates = run.schedule.lr((epoch + 1) * run.schedule.batches_per_epoch - 1)
-    row |= {f"x/lr{group}": rate for group, rate in enumerate(rates)}
-
     if not run.sync_bn:
         average_statistics(run.raw_model, run.env)
         average_statistics(run.ema.module, run.env)
-    before, better = dataclasses.replace(state), False
+    before, better, impatient, evaluation = dataclasses.replace(state), False, False, None
     if last or (not config.noval and (epoch + 1) % config.val_period == 0):
         evaluation = validate(run, val_batches)
-        if evaluation is not None:
-            metrics = evaluation.metrics
-            row |= dict(zip(COLUMNS[4:8], (metrics.p, metrics.r, metrics.map50, metrics.map), strict=True))
-            row |= dict(zip((f"val/{name}_loss" for name in LOSSES), evaluation.losses, strict=True))
-            value = metrics.value(config.metric)
-            better = value > state.best_fitness
-            if better:
-                state.best_fitness, state.best_epoch = value, epoch
-            state.class_maps = metrics.class_maps.tolist()
-            log.info(format_table(metrics.rows(run.data.names)[:1]))
-        state.stopped = not last and 0 < config.patience <= epoch - state.best_epoch
+    if evaluation is not None:  # on rank 0
+        value = evaluation.metrics.value(config.metric)
+        better = value > state.best_fitness
+        if better:
+            state.best_fitness, state.best_epoch = value, epoch
+        state.class_maps = evaluation.metrics.class_maps.tolist()
+        log.info(format_table(evaluation.metrics.rows(run.data.names)[:1]))
+        impatient = not last and 0 < config.patience <= epoch - state.best_epoch
+        if impatient:
+            log.info(f"no better {config.metric} for {config.patience} epochs (--patience): stopping early")
+    event = epoch_end(run, dict(zip(LOSSES, losses, strict=True)), evaluation, better, clock.lap())
+    asked = run.callbacks.epoch_end(event)
+    state.stopped = not last and (asked or impatient)
     state.epoch, state.batch = epoch + 1, 0
     run.meter.reset()
     say_skipped(run)
     run.state = broadcast_object(state, run.env)  # the verdict; nobody waits for the files
 
     if run.env.is_main_process:
-        run.results.append(row)  # first: a row too many is cut off on resume, a lost one can't be made again
+        run.callbacks.log_epoch(event)  # first: a row too many is cut off on resume, a lost one can't be made again
         final = last or state.stopped
-        if not save(run, better, final):
+        saved = save(run, better, final)
+        if saved is None:
             state.best_fitness, state.best_epoch = before.best_fitness, before.best_epoch
+        elif saved:
+            run.callbacks.checkpoint(CheckpointSaved(saved[0], epoch, better, saved[1:]))
         best_epoch = state.best_epoch if state.best_fitness >= 0 else None
         if config.nosave:
             best_epoch = epoch if final else None  # best.pt is the last epoch's
@@ -374,20 +376,21 @@ def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
     if epoch is None:
         log.warning("no checkpoint was written: the weights were never finite; try a lower lr0 in --hyp")
         return Results(run.run_dir, run.state.best_fitness, None)
-    evaluation = validate(run, val_batches)
+    evaluation, rows = validate(run, val_batches), []
     if evaluation is not None:
+        rows = evaluation.metrics.rows(run.data.names)
         again = ["--weights", best, "--data", run.data.path, "--img", run.imgsz, "--batch", run.val_batch]
         again += ["--device", run.config.device] if run.config.device else []
         again += ["--single-cls"] if run.data.merged else []
         log.info(
             f"\n{duration(clock.elapsed())} of training. Weights of epoch {epoch}, measured again:\n"
-            f"{format_table(evaluation.metrics.rows(run.data.names))}\n\n"
+            f"{format_table(rows)}\n\n"
             f"weights     {best} to use, {last} to resume from\n"
             f"figures     {run.run_dir / 'results.csv'}\n"
             f"again       {shlex.join(['python', 'val.py', *map(str, again)])}"
         )
         run.plots.add_evaluation(evaluation.metrics, evaluation.images, run.val_index)
-    return Results(run.run_dir, run.state.best_fitness, evaluation)
+    return Results(run.run_dir, run.state.best_fitness, evaluation, rows)
 
 
 def load_best(run: Run) -> int | None:
@@ -443,25 +446,65 @@ def resume(given: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, Any]]:
     ), saved
 
 
+def settings(given: Mapping[str, Any], env: DistEnv) -> tuple[TrainConfig | None, dict[str, Any] | None]:
+    """Return the settings of a run and the checkpoint that it goes on with, if any.
+
+    Both are None for a resumed run under a launcher: rank 0 finds it, in `begin`.
+    """
+    if not given.get("resume"):
+        return build_train_config(given), None
+    return (None, None) if env.launched else resume(given)
+
+
+def for_workers(config: TrainConfig, devices: Sequence[torch.device]) -> dict[str, Any]:
+    """Return flags that several workers are to be given besides those that were typed.
+
+    Raises:
+        UserError: the batch is not a multiple of the devices.
+    """
+    batch = config.batch_size
+    if batch == AUTOMATIC:
+        batch = automatic_batch(config, devices[0], len(devices))
+    split_global_batch(batch, len(devices), config.nbs)
+    return {"device": config.device, "batch_size": batch}
+
+
+def begin(
+    given: Mapping[str, Any],
+    config: TrainConfig | None,
+    resumed: dict[str, Any] | None,
+    env: DistEnv,
+    callbacks: Sequence[Callback] = (),
+) -> Results:
+    """Train as one of the ranks, maybe the only one. Collective: every rank must call it.
+
+    Args:
+        given: flags that were typed.
+        config: of `settings`.
+        resumed: of `settings`.
+        env: this rank's place.
+        callbacks: see `train`.
+    """
+    if config is None:
+        config, resumed = once(lambda: resume(given), env)
+    if config.batch_size == AUTOMATIC:
+        batch = once(functools.partial(automatic_batch, config, env.device, env.world_size), env)
+        config = dataclasses.replace(config, batch_size=batch)
+    return train(config, env, resumed, callbacks)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and train; with a list of devices in a process for each."""
     argv = sys.argv[1:] if argv is None else argv
     given, env = given_flags(TrainConfig, argv), dist_env()
-    config, resumed = None, None
-    if not given.get("resume"):
-        config = build_train_config(given)
-    elif not env.launched:
-        config, resumed = resume(given)
+    config, resumed = settings(given, env)
     device = config.device if config else given.get("device", "")
-
     devices = worker_devices(device, env)
     if config and devices:
-        split_global_batch(config.batch_size, len(devices), config.nbs)
-        return say(launch([__file__, *argv, "--device", device], devices))
+        more = for_workers(config, devices)
+        return say(launch([__file__, *argv, "--device", device, "--batch-size", str(more["batch_size"])], devices))
     with process_group(device, env, given.get("dist_timeout", TrainConfig.dist_timeout)) as env:
-        if config is None:
-            config, resumed = once(lambda: resume(given), env)
-        train(config, env, resumed)
+        begin(given, config, resumed, env)
     return 0
 
 

@@ -16,7 +16,7 @@ from models.looks import augmented_anchors
 from models.yolo import DetectionModel, load_state
 from utils import autoanchor
 from utils.boxes import non_max_suppression
-from utils.config import Hyp
+from utils.config import SHIPPED, Hyp
 from utils.dataset import LabelIndex
 from utils.errors import UserError
 from utils.logging import get_logger
@@ -163,12 +163,36 @@ def family_of(spec: Mapping[str, Any]) -> Family:
     return FAMILIES[name]
 
 
-def load_model(path: Path, env: DistEnv) -> tuple[DetectionModel, Family, int]:
+def load_weights(path: Path, env: DistEnv, flag: str = "--weights") -> dict[str, Any]:
+    """Read a checkpoint to start from or to use. Collective.
+
+    Args:
+        path: a checkpoint of this program, read by rank 0.
+        env: this rank's place.
+        flag: that named it, for messages; may be ''.
+
+    Raises:
+        UserError: the file is no such checkpoint, or is damaged; for the name of a shipped network, such as
+            yolov5s.pt, it says how to train that.
+    """
+    try:
+        return once(lambda: load_checkpoint(path, flag), env)
+    except UserError as error:
+        if not any(path.stem == shipped.stem for shipped in SHIPPED["model"].glob("*.yaml")):
+            raise
+        raise UserError(
+            f"{error}; published weights are not downloaded or read so far: train that network from scratch with "
+            f"train.py --weights '' --cfg {path.stem}.yaml"
+        ) from error
+
+
+def load_model(path: Path, env: DistEnv, flag: str = "") -> tuple[DetectionModel, Family, int]:
     """Build the network that a checkpoint holds, with its averaged weights if it has any. Collective.
 
     Args:
         path: a checkpoint of this program, read by rank 0.
         env: this rank's place; the network goes to its device.
+        flag: that named it, for messages.
 
     Returns:
         The network in evaluation mode, knowing its class names, its family, and the image size it was trained at.
@@ -176,10 +200,10 @@ def load_model(path: Path, env: DistEnv) -> tuple[DetectionModel, Family, int]:
     Raises:
         UserError: the file is no such checkpoint, or is damaged.
     """
-    checkpoint = once(lambda: load_checkpoint(path), env)
+    checkpoint = load_weights(path, env, flag)
     missing = {"spec", "names", "model", "config"} - checkpoint.keys()
     if missing:
-        raise UserError(f"{path} holds no network: {', '.join(sorted(missing))} is missing")
+        raise UserError(f"{flag} {path} holds no network: {', '.join(sorted(missing))} is missing".lstrip())
     family = family_of(checkpoint["spec"])
     model = family.build(checkpoint["spec"], len(checkpoint["names"]), checkpoint["names"])
     load_state(model, weights_of(checkpoint), strict=True)

@@ -1,5 +1,8 @@
 """What several test modules share."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -8,3 +11,18 @@ PROJECT = Path(__file__).resolve().parents[1]
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="reference data is not here")
+needs_root = pytest.mark.skipif(not hasattr(os, "setresuid") or os.geteuid() != 0, reason="needs to change its user")
+NOBODY = 65534
+
+
+@contextmanager
+def as_nobody(folder: Path) -> Iterator[None]:
+    """Do something as a user who owns nothing, in root's group; the folder and those above it can be entered."""
+    for place in (folder, *folder.parents):
+        if place.stat().st_mode & 0o005 != 0o005:
+            place.chmod(place.stat().st_mode | 0o055)
+    os.setresuid(NOBODY, NOBODY, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)

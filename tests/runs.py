@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,14 @@ def launch(*arguments: object, cwd: Path, script: str = "train.py") -> subproces
     return subprocess.run(
         command, cwd=cwd, env=CHILD_ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
     )
+
+
+def kill_in_third_epoch(started: "subprocess.Popen[bytes]", run_dir: Path) -> None:
+    """Kill a run as soon as the state after its second epoch is in its place."""
+    last, before = (run_dir / "weights" / name for name in ("last.pt", "last.prev.pt"))
+    while started.poll() is None and not (before.exists() and not last.samefile(before)):
+        time.sleep(0.005)
+    started.kill()
 
 
 @contextmanager

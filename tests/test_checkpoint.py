@@ -1,12 +1,14 @@
 """Checkpoint files: whole or absent under kill -9, full disks and damage; nothing but plain values inside."""
 
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.common import PROJECT
+from models.common import Conv
+from tests.common import PROJECT, as_nobody, needs_root
 from utils.checkpoint_files import checkpoint_bytes, digest_of, previous_path
 from utils.errors import UserError
 from utils.seeds import rng_state
@@ -226,6 +229,37 @@ def test_foreign_files(tmp_path: Path) -> None:
         load_checkpoint(text)
     with pytest.raises(UserError, match=r"none\.pt is not there"):
         load_checkpoint(tmp_path / "none.pt")
+
+
+def test_what_is_no_file_or_of_another_program(tmp_path: Path) -> None:
+    """The flag stands first, the way out last, and torch says nothing of its own."""
+    theirs, pickled = tmp_path / "theirs.pt", tmp_path / "pickled.pt"
+    torch.save({"model": Conv(3, 4)}, theirs)
+    pickled.write_bytes(pickle.dumps({"a": 1}, protocol=4))
+    reasons = {
+        tmp_path: rf"is a folder; name a file, such as {tmp_path}/weights/best\.pt of a run",
+        tmp_path / ("x" * 300): "can't be read: File name too long",
+        theirs / "x.pt": "can't be read: Not a directory",
+        theirs: r"is damaged or .*\(models\.common\.Conv\), as YOLOv5's own files do, which can't be read so far",
+        pickled: "is damaged or not a checkpoint of this program: it is no file of torch.save",
+    }
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for path, reason in reasons.items():
+            with pytest.raises(UserError, match=f"^--weights {path} {reason}$"):
+                load_checkpoint(path, "--weights")
+            with pytest.raises(UserError, match=f"^{path} {reason}$"):
+                load_checkpoint(path)
+    assert not said
+
+
+@needs_root
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    save_checkpoint(small_state(), path)
+    path.chmod(0o600)
+    with as_nobody(tmp_path), pytest.raises(UserError, match=f"^--weights {path} can't be read: Permission denied$"):
+        load_checkpoint(path, "--weights")
 
 
 def test_newer_format(tmp_path: Path) -> None:

@@ -116,6 +116,8 @@ def test_a_yolov5_command_line_is_read() -> None:
         ("--weights a.pt", "cfg", ""),
         ("--weights a.pt --cfg b.yaml", "cfg", "b.yaml"),
         ("--name cfg --cfg models/yolov5s.yaml", "name", "yolov5s"),
+        ("--freeze 0,3 5, 7", "freeze", [0, 3, 5, 7]),
+        ("--name a/b..c", "name", "a/b..c"),
     ],
 )
 def test_spellings(line: str, field: str, value: object) -> None:
@@ -139,6 +141,10 @@ def test_the_local_rank_of_old_launchers_is_ignored(line: str) -> None:
         ("--epoch 3", "--epoch is not a flag; did you mean --epochs?"),  # no abbreviations
         ("--batch_size=3", "--batch_size is not a flag; did you mean --batch-size?"),
         ("--xyzzy", "--xyzzy is not a flag\n"),
+        ("--foo", "--foo is not a flag\n"),
+        ("--bar 3", "--bar is not a flag\n"),
+        ("--size 64", "--size is not a flag; did you mean --img-size?"),
+        ("--hpy x.yaml", "--hpy is not a flag; did you mean --hyp?"),
         ("cat.jpg", "'cat.jpg' belongs to no flag"),
         ("--epochs 0", "--epochs must be at least 1, not 0"),
         ("--epochs ten", "--epochs takes a whole number, not 'ten'"),
@@ -152,6 +158,16 @@ def test_the_local_rank_of_old_launchers_is_ignored(line: str) -> None:
         ("--seed -1", "--seed must be between 0 and 4294967295, not -1"),
         ("--freeze 1 -2", "--freeze must be at least 0, not -2"),
         ("--freeze a", "--freeze takes whole numbers, not 'a'"),
+        ("--freeze 1,b", "--freeze takes whole numbers, not '1,b'"),
+        ("--freeze ,", "--freeze takes whole numbers, not ','"),
+        ("--name=", "--name '' is no folder of the run's own; leave it out"),
+        ("--name .", "--name '.' is no folder of the run's own"),
+        ("--name a/..", "--name 'a/..' is no folder of the run's own"),
+        ("--name ../x", "--name ../x leads out of --project runs/train; give --project runs --name x"),
+        ("--name ../../../x", "--name ../../../x leads out of --project runs/train; give --project .. --name x"),
+        ("--name /a/b --project p", "--name /a/b leads out of --project p; give --project /a --name b"),
+        (f"--name {'x' * 300}", f"--name {'x' * 20}...: a name of 300 bytes; give one of 250 at most"),
+        (f"--project a/{'x' * 300}", f"--project a/{'x' * 18}...: a name of 300 bytes; give one of 250 at most"),
         ("--optimizer adamw", "--optimizer is one of SGD, Adam, AdamW, not 'adamw'; did you mean AdamW?"),
         ("--cache gpu", "--cache is one of ram, disk, off, not 'gpu'"),
         ("--rect=1", "--rect: ignored explicit argument '1'"),
@@ -225,6 +241,7 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
         for item in dataclasses.fields(kind):
             assert f"--{item.name.replace('_', '-')}" in text
         assert text.count("(default: ") == len(dataclasses.fields(kind))
+        assert "--local-rank N, --local_rank N passed by old launchers and ignored" in text
         assert "--quad" not in text
 
 
@@ -252,6 +269,7 @@ def test_val_flags() -> None:
         ("--weights a.pt --save-conf", "--save-conf adds a column to --save-txt; give that too"),
         ("--weights a.pt --task speed --save-json", "--task speed writes no files; leave --save-txt and"),
         ("--weights a.pt --half", "--half is not available yet: "),
+        ("--weights a.pt --name ../x", "--name ../x leads out of --project runs/val"),
     ],
 )
 def test_mistakes_in_val_flags(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -396,6 +414,20 @@ def test_shipped_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.Mon
         find_yaml("hyp.scratch-lo", "hyp")
     with pytest.raises(UserError, match=r"--cfg zzz: there is no such file; shipped are "):
         find_yaml("zzz", "model")
+    with pytest.raises(UserError, match=r"--data nope.yaml: there is no such file; shipped are "):
+        find_yaml("nope.yaml", "data")
+    with pytest.raises(UserError, match=r"--data shape.yml: there is no such file; did you mean shapes.yaml\?"):
+        find_yaml("shape.yml", "data")
+
+
+@pytest.mark.parametrize(("kind", "spelling"), [("data", "--data"), ("hyp", "--hyp"), ("model", "--cfg")])
+def test_names_that_no_file_can_have(kind: str, spelling: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"^{spelling} {'x' * 20}\\.\\.\\. can't be read: File name too long$"):
+        find_yaml("x" * 300, kind)
+    with pytest.raises(UserError, match=f"^{spelling} ~no_such_user/x.yaml: "):
+        find_yaml("~no_such_user/x.yaml", kind)
+    with pytest.raises(UserError, match=f"^{spelling} {tmp_path} is not a file; name the YAML itself$"):
+        find_yaml(tmp_path, kind)
 
 
 # ---- configurations as plain data ----

@@ -68,13 +68,17 @@ def test_names_by_id(tmp_path: Path) -> None:
         ("train:", "tarin:", "tarin is not a key; did you mean train?"),
         ("val:", "valid:", "valid is not a key; did you mean val?"),
         ("names:", "name:", "name is not a key; did you mean names?"),
-        ("val: images/val\n", "", "val is missing"),
-        ("names: [cat, dog]", "nc: 2", "names is missing"),
+        ("val: images/val\n", "", "val is missing: add a line val: FOLDER, images to measure on"),
+        ("names: [cat, dog]", "nc: 2", "names is missing: add a line names: [cat, dog]"),
         ("[cat, dog]", "[]", "names takes a list of class names"),
         ("[cat, dog]", "cat", "names takes a list of class names"),
-        ("[cat, dog]", "{0: cat, 2: dog}", "names has the class id 2, but ids run from 0 to 1 without gaps"),
-        ("[cat, dog]", "{1: cat, 2: dog}", "names has the class id 2, but ids run from 0 to 1 without gaps"),
-        ("[cat, dog]", "{true: cat, 0: dog}", "names has the class id True"),
+        ("[cat, dog]", "{0: cat, 2: dog}", "names leaves out the class id 1, but ids are counted from 0 without gaps"),
+        ("[cat, dog]", "{5: cat, 2000000000: dog}", "names leaves out the class id 0, but"),
+        ("[cat, dog]", "{1: cat, 2: dog}", "names starts with the class id 1, but ids are counted from 0"),
+        ("[cat, dog]", "{true: cat, 0: dog}", "names has the class id True, but ids are the numbers 0, 1, 2"),
+        ("[cat, dog]", "{'0': cat, 1: dog}", "names has the class id '0', but"),
+        ("[cat, dog]", "[cat, '']", "names: class 1 has an empty name; give it one"),
+        ("[cat, dog]", "[' ', cat]", "names: class 0 has an empty name; give it one"),
         ("[cat, dog]", "[cat, no]", "names: class 1 is False, not a text"),
         ("[cat, dog]", "[cat, null]", "names: class 1 is None, not a text"),
         ("path: set", "nc: 3", "nc says 3 classes, names lists 2"),
@@ -104,6 +108,19 @@ def test_all_mistakes_in_data_come_at_once(tmp_path: Path) -> None:
 def test_notes_in_data_are_welcome(tmp_path: Path) -> None:
     path = write(tmp_path / "d.yaml", DATA + "roboflow: {license: MIT, version: 1}\nauthor: me\ngenerator: shapes\n")
     assert load_data(path).generator == "shapes"
+    assert load_data(path).doubts == []
+
+
+def test_what_may_be_a_mistake(tmp_path: Path) -> None:
+    """Keys that nobody reads, and names that several classes have."""
+    text = DATA.replace("[cat, dog]", "[cat, dog, cat, owl, dog, cat]")
+    path = write(tmp_path / "d.yaml", text + "url: https://x/y\nkpt_shape: [17, 3]\nchannels: 1\n")
+    assert load_data(path).doubts == [
+        f"{path}: unknown keys, not used: kpt_shape, channels",
+        f"{path}: names: the classes 0 and 2 and 5 are all called 'cat', and count as different ones",
+        f"{path}: names: the classes 1 and 4 are all called 'dog', and count as different ones",
+    ]
+    assert load_data(path, single_cls=True).doubts == load_data(path).doubts
 
 
 def test_missing_split_folders(tmp_path: Path) -> None:
@@ -117,6 +134,41 @@ def test_missing_split_folders(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no test split; add a line test: FOLDER"):
         check_split_paths(data, ["test"])
     assert check_split_paths(data, ["val"]) == {"val": data.val}
+
+
+def test_a_root_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All places where it was looked for are named, each once, and no split below it is."""
+    path = write(tmp_path / "yamls/d.yaml", DATA)
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    for folder, places in (("cwd", ["yamls/set", "cwd/set"]), ("yamls", ["yamls/set"])):
+        monkeypatch.chdir(tmp_path / folder)
+        with pytest.raises(UserError) as info:
+            check_split_paths(load_data(path))
+        shown = " or ".join([*(f"{tmp_path}/{place}" for place in places), str(PROJECT / "set")])
+        assert str(info.value) == f"{path}: path: there is no folder {shown}"
+    data = load_data(path)
+    (tmp_path / "yamls/set/images").mkdir(parents=True)  # made since, as the built-in data set is
+    with pytest.raises(UserError, match=r"path: there is no folder"):
+        check_split_paths(data)
+    with pytest.raises(UserError, match=r"train: .*yamls/set/images/train does not exist"):
+        check_split_paths(load_data(path))
+    absolute = write(tmp_path / "e.yaml", DATA.replace("path: set", "path: /no/such/folder\ndownload: https://x/y.zip"))
+    with pytest.raises(UserError, match=r"no folder /no/such/folder; its download line is not available yet: fetch"):
+        check_split_paths(load_data(absolute))
+
+
+@pytest.mark.parametrize("text", ["a" * 300, "~nobody_of_this_name/x", "images\\train"])
+def test_odd_paths_do_not_exist(text: str, tmp_path: Path) -> None:
+    (tmp_path / "set/images/train").mkdir(parents=True)
+    (tmp_path / "set/images/val").mkdir()
+    data = load_data(write(tmp_path / "d.yaml", DATA.replace("images/train", text)))
+    with pytest.raises(UserError, match=rf"^{tmp_path}/d.yaml: train: .* does not exist") as info:
+        check_split_paths(data)
+    assert ("write paths with / in place of \\" in str(info.value)) == ("\\" in text)
+    root = load_data(write(tmp_path / "e.yaml", DATA.replace("path: set", f"path: {text}")))
+    with pytest.raises(UserError, match=r"e.yaml: path: there is no folder "):
+        check_split_paths(root)
 
 
 def test_paths_one_folder_too_high(tmp_path: Path) -> None:

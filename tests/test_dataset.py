@@ -18,7 +18,7 @@ import cv2
 import numpy as np
 import pytest
 
-from tests.common import PROJECT, SHARED, needs_shared
+from tests.common import PROJECT, SHARED, as_nobody, needs_root, needs_shared
 from utils import dataset
 from utils.data_config import DataConfig
 from utils.dataset import LabelIndex, build_index, open_splits
@@ -266,6 +266,21 @@ def test_cache_follows_every_change(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not rebuilt(images, file)  # each class count has its own file
     monkeypatch.setattr(dataset, "RULES_VERSION", dataset.RULES_VERSION + 1)
     assert rebuilt(images, file)
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["images/train/00001.jpg", "labels/train/00001.txt"])
+def test_cache_follows_permissions(tmp_path: Path, name: str) -> None:
+    """A file that may no longer be read has the size and time that it had."""
+    images = make_split(tmp_path, [GOOD, GOOD])
+    (tmp_path / name).chmod(0o600)
+    assert build_index([images], 1).n == 2
+    with as_nobody(tmp_path):
+        index = build_index([images], 1)
+    assert index.n == 1 and "Permission denied" in str(index.report.problems)
+    (tmp_path / name).chmod(0o640)  # that user is in root's group
+    with as_nobody(tmp_path):
+        assert build_index([images], 1).n == 2
 
 
 def test_lists_of_one_folder_do_not_share_a_file(tmp_path: Path) -> None:

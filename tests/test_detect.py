@@ -250,6 +250,21 @@ def test_odd_images(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "in 7 of 7 pictures" in printed and "speed per image: prepare" in printed and "results in runs" in printed
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux only")
+def test_names_that_are_no_text(weights: Path, tmp_path: Path) -> None:
+    """Names in Latin-1, as old disks have them; the table has their bytes."""
+    folder = os.fsencode(tmp_path / "odd")
+    write(tmp_path / "odd/a.png", picture(90, 64, 64))
+    make_video(tmp_path / "odd/b.avi", 2)
+    os.rename(folder + b"/a.png", folder + b"/caf\xe9.png")
+    os.rename(folder + b"/b.avi", folder + b"/caf\xe9.avi")
+    run_dir = run(weights, tmp_path / "odd", "--save-csv", "--save-txt", "--save-crop", "--max-det", "1")
+    assert {path.name for path in run_dir.glob("*.*")} == {"caf_.mp4", "caf_-2.png", "predictions.csv"}
+    assert len(read_video(run_dir / "caf_.mp4")[0]) == 2
+    rows = (run_dir / "predictions.csv").read_bytes().splitlines()
+    assert [row.rpartition(b"/")[2] for row in rows[1:]] == [b"caf\xe9.avi", b"caf\xe9.avi", b"caf\xe9.png"]
+
+
 def test_same_names_do_not_overwrite_each_other(weights: Path, tmp_path: Path) -> None:
     for name, value in (("x/a.jpg", 40), ("y/a.jpg", 90), ("y/a.png", 200)):
         write(tmp_path / name, picture(value, 64, 64))
@@ -462,12 +477,21 @@ def test_view_img_without_a_display(weights: Path, monkeypatch: pytest.MonkeyPat
         (["--save-format", "2"], "--save-format"),
         (["--conf", "2"], "--conf"),
         (["--device", "0,1"], "not available yet"),
+        (["--imgsz", ""], "--imgsz takes whole numbers, not ''"),
+        (["--name", ""], "--name '' is no folder of the run's own"),
+        (["--name", "n" * 300], "a name of 300 bytes"),
     ],
 )
 def test_flags_that_make_no_sense(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse_detect(["--weights", "x.pt", *flags])
     assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ids", [["0", "3"], ["0,3"], ["0,", "3"], ["0, 3"]])
+def test_lists_of_numbers(ids: list[str]) -> None:
+    assert parse_detect(["--weights", "x.pt", "--classes", *ids]).classes == [0, 3]
+    assert parse_detect(["--weights", "x.pt", "--classes", ""]).classes == []
 
 
 def test_wrong_flags_cost_no_torch() -> None:

@@ -71,6 +71,15 @@ def test_text_stands_out_from_every_color() -> None:
         assert (high + 0.05) / (low + 0.05) >= 4.5  # WCAG 2.1, 1.4.3, level AA
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"), [("b\udcffd.png", "b?d.png"), ("\ud800", "?"), ("two\nlines\tand\x00more", "two lines and more")]
+)
+def test_what_cannot_be_drawn_is_replaced(text: str, shown: str) -> None:
+    """OpenCV ends the process at bytes of a name that are no UTF-8, and starts a second line at a line break."""
+    assert drawing.drawable(text) == shown
+    assert text_width(text, 20) == text_width(shown, 20)
+
+
 def test_letters_that_an_older_opencv_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawing, "ALL_LETTERS", False)
     assert drawing.drawable("\u00e9l\u00e9phant \u4eba 0.5") == "elephant ? 0.5"

@@ -12,6 +12,7 @@ import cv2
 import numpy as np
 import pytest
 
+import detect
 import train
 import val
 from models.families import YOLOV5
@@ -20,7 +21,7 @@ from utils.config import find_yaml, load_yaml
 from utils.errors import run_cli
 from utils.torch_utils import save_checkpoint
 
-SCRIPTS = {"train.py": train.main, "val.py": val.main}
+SCRIPTS = {"train.py": train.main, "val.py": val.main, "detect.py": detect.main}
 ROW = "0 0.5 0.5 0.2 0.3\n"
 
 
@@ -137,7 +138,9 @@ def small(data: Path, *more: object) -> list[object]:
         ("--device gpu --data x.yaml", ["--device", "gpu", "is not a device or a list of CUDA devices; here are: cpu"]),
         ("--data shape", ["--data shape: there is no such file; did you mean shapes.yaml?"]),
         ("--cfg yolo5n --hyp scratch-lo", ["did you mean yolov5n.yaml?", "--hyp scratch-lo: there is no such file"]),
-        ("--weights best.pt", ["best.pt is not there"]),
+        ("--weights best.pt", ["--weights best.pt is not there"]),
+        ("--weights .", ["--weights . is a folder; name a file, such as weights/best.pt of a run"]),
+        ("--weights yolov5s.pt", ["--weights yolov5s.pt is not there; ", "train.py --weights '' --cfg yolov5s.yaml"]),
         ("--resume", ["--resume: no run with weights/last.pt under runs/train"]),
         ("--resume nowhere", ["--resume nowhere: no weights/last.pt there"]),
     ],
@@ -147,15 +150,32 @@ def test_mistyped_commands(arguments: str, words: list[str], cwd: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("script", "flag"),
+    [
+        *(("train.py", flag) for flag in ("--name", "--project", "--data", "--weights", "--cfg", "--hyp", "--resume")),
+        *(("val.py", flag) for flag in ("--name", "--data", "--weights")),
+        *(("detect.py", flag) for flag in ("--name", "--weights", "--source")),
+    ],
+)
+def test_names_that_are_too_long(script: str, flag: str, cwd: Path) -> None:
+    first = [] if script == "train.py" else ["--weights", "best.pt"]
+    assert_clear(call(script, *first, flag, "x" * 300, cwd=cwd), f"{flag} {'x' * 20}", left=cwd)
+
+
+@pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("train:", "tran:", ["tran is not a key; did you mean train?"]),
         ("names: [a, b]\n", "", ["names is missing"]),
         ("names: [a, b]", "names: [a, b]\nnc: 3", ["nc says 3 classes, names lists 2"]),
-        ("names: [a, b]", "names: {0: a, 2: b}", ["names has the class id 2, but ids run from 0 to 1 without gaps"]),
+        ("names: [a, b]", "names: {0: a, 2: b}", ["names leaves out the class id 1, but ids are counted from 0"]),
         ("val: images/val", "val: images/vla", ["images/vla does not exist; did you mean val?"]),
-        ("val: images/val", "val: labels/val", ["no images in", "labels/val; looked for the suffixes bmp"]),
-        ("val: images/val", "val: data.yaml", ["data.yaml is neither a folder nor a .txt list of images"]),
+        (
+            "val: images/val",
+            "val: labels/val",
+            ["data.yaml: val: no images in ", "labels/val; looked for the suffixes bmp"],
+        ),
+        ("val: images/val", "val: data.yaml", ["data.yaml: val: ", "is neither a folder nor a .txt list of images"]),
         ("names: [a, b]", "names: [a, b", ["data.yaml, line "]),
     ],
 )

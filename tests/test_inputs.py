@@ -1,14 +1,17 @@
+"""What a training or validation is given: what it takes, and what is doubtful about it."""
+
 from pathlib import Path
 
 import pytest
 import torch
 
 from models.families import YOLOV5
-from utils.config import Hyp, TrainConfig, find_yaml, load_yaml
+from tests.runs import make_data
+from utils.config import Hyp, TrainConfig, ValConfig, find_yaml, load_yaml
 from utils.dataloaders import PREFETCH_BATCHES, choose_val_batch, loader_bytes
 from utils.errors import UserError
 from utils.image_cache import RAM_SHARE
-from utils.inputs import check_loaders, checkpoints_bytes
+from utils.inputs import check_loaders, checkpoints_bytes, read_inputs, read_val_inputs
 from utils.optim import build_optimizer
 from utils.torch_utils import DistEnv, ModelEMA, save_checkpoint, split_global_batch
 
@@ -54,3 +57,47 @@ def test_caches_and_loaders_share_memory(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(UserError, match=f"in .* {left:.0f} MB are left for them"):
         check_loaders(1, [4, 4], 256, DistEnv(), [10**12, 10**12])
     check_loaders(0, [4, 4], 256, DistEnv(), [10**12, 10**12])
+
+
+# What may be a mistake ------------------------------------------------------------------------------------------------
+
+
+def warnings_of(data: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What a training warns of before it starts."""
+    config = TrainConfig(data=str(data), imgsz=64, batch_size=2, workers=0, project=f"{data.parent}/runs", device="cpu")
+    read_inputs(config, DistEnv())
+    lines = capsys.readouterr().out.splitlines()
+    return [line.removeprefix("WARNING: ") for line in lines if line.startswith("WARNING: ")]
+
+
+@pytest.mark.parametrize("shared", [0, 1, 3])
+def test_images_that_are_trained_on_and_measured(
+    shared: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In lists and folders; one image, or all as in coco128."""
+    data = make_data(tmp_path, count=4, val=3)
+    train, val = (sorted((tmp_path / "images" / split).iterdir()) for split in ("train", "val"))
+    (tmp_path / "val.txt").write_text("\n".join(map(str, train[1 : 1 + shared] + val[shared:])))
+    data.write_text("train: images/train\nval: val.txt\nnames: [blue, red]\n")
+    said = warnings_of(data, capsys)
+    start = f"{shared} of the 3 images in val are in train too, such as {train[1]}: the figures tell how well "
+    assert [line.startswith(start) for line in said] == [True] * bool(shared)
+    if shared == 3:
+        data.write_text("train: images/train\nval: images/train\nnames: [blue, red]\n")
+        assert warnings_of(data, capsys)[0].startswith("4 of the 4 images in val are in train too")
+
+
+def test_doubts_about_the_data_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said once, before training and before validation."""
+    data = make_data(tmp_path, count=4, val=3)
+    data.write_text("train: images/train\nval: images/val\nnames: [red, red]\nmosaics: 3\nroboflow: {}\n")
+    want = [f"{data}: unknown keys, not used: mosaics", f"{data}: names: the classes 0 and 1 are all called 'red', and"]
+    want[1] += " count as different ones"
+    assert warnings_of(data, capsys) == want
+    model = YOLOV5.build(load_yaml(find_yaml("yolov5n", "model")), 2, ["red", "red"])
+    content = {"spec": model.yaml, "names": model.names, "model": model.state_dict(), "config": {"imgsz": 64}}
+    save_checkpoint(content, tmp_path / "two.pt")
+    config = ValConfig(weights=str(tmp_path / "two.pt"), data=str(data), workers=0, project=f"{tmp_path}/runs")
+    read_val_inputs(config, DistEnv())
+    said = capsys.readouterr().out
+    assert [said.count(f"WARNING: {text}\n") for text in want] == [1, 1]

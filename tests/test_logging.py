@@ -33,6 +33,16 @@ def test_main_process_says_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "plain line\nWARNING: look out\n"
 
 
+@pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "\u732b caf\\udce9"), ("ascii", "\\u732b caf\\udce9")])
+def test_what_stdout_cannot_write_is_escaped(encoding: str, shown: str) -> None:
+    """Names of files that are no UTF-8, and letters that a terminal lacks."""
+    code = "from utils.logging import get_logger; get_logger().info('\u732b caf\\udce9')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PROJECT, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True
+    )
+    assert (done.stdout.decode(encoding), done.stderr) == (f"{shown}\n", b"")
+
+
 def test_other_ranks_say_errors_only(capsys: pytest.CaptureFixture[str]) -> None:
     log = get_logger(3)
     log.info("plain")

@@ -219,6 +219,22 @@ def test_evaluation_of_images_without_labels_or_detections(tmp_path: Path, index
     check_pictures(tmp_path, {name for name in VALIDATION if not name.startswith(("val_batch1", "val_batch2"))})
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux only")
+def test_images_whose_names_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names in Latin-1, as old disks have them, and with a line break."""
+    data = make_data(tmp_path / "data", count=1, val=2)
+    folder = os.fsencode(tmp_path / "data/images/val")
+    for old, new in ((b"0.png", b"caf\xe9.png"), (b"1.png", b"two\nlines.png")):
+        os.rename(folder + b"/" + old, folder + b"/" + new)
+    index = open_splits(load_data(str(data)), ["val"], labelled=())["val"]
+    images = [ImageResult(0, i, np.zeros((0, 6), np.float32), np.zeros((0, 5), np.float32)) for i in range(2)]
+    metrics = summarize(np.zeros((0, 10), bool), np.zeros(0), np.zeros(0), [np.zeros(0)] * 2, ["a", "b"])
+    with Plots(tmp_path, ["a", "b"]) as plots:
+        plots.add_evaluation(metrics, images, index)
+    assert "pictures of the run are missing" not in capsys.readouterr().out
+    assert {"val_batch0_labels.jpg", "val_batch0_pred.jpg"} <= pictures(tmp_path)
+
+
 def test_boxes_of_an_evaluation_are_at_their_places(tmp_path: Path, index: LabelIndex) -> None:
     """Detections of 0.25 and below are not shown; the others are drawn where they were found."""
     detections = np.array([[16, 12, 48, 36, 0.9, 0], [0, 0, 64, 48, 0.2, 1]], np.float32)  # of a 64 x 48 image

@@ -207,13 +207,12 @@ def test_keywords_change_what_is_found(yolo: YOLO, photo: Path) -> None:
 
 def test_a_generator_reads_as_it_is_asked(yolo: YOLO, photo: Path, tmp_path: Path) -> None:
     """The second file comes to be after the first result was taken."""
-    later = tmp_path / "later.txt"
-    later.write_text("second.png\n")
-    (tmp_path / "second.png").write_bytes(b"not yet")
-    found = yolo.predict([photo, str(later)], stream=True, batch_size=1)
+    second = tmp_path / "second.png"
+    second.write_bytes(b"not yet")
+    found = yolo.predict([photo, second], stream=True, batch_size=1)
     assert isinstance(found, Iterator) and next(found).path == str(photo)
-    write(tmp_path / "second.png", picture(90))
-    assert [p.path for p in found] == [str(tmp_path / "second.png")]
+    write(second, picture(90))
+    assert [p.path for p in found] == [str(second)]
 
 
 @pytest.fixture
@@ -231,13 +230,18 @@ def test_stream_until_the_caller_has_enough(yolo: YOLO, server: Server) -> None:
     server.frames, server.pause = 100_000, 0.02
     address = f"http://me:secret@127.0.0.1:{server.server_port}/cam"
     found = yolo.predict(address, stream=True, stream_timeout=5)
-    assert isinstance(found, Iterator)
     first, second = next(found), next(found)
     assert first.frame is not None and second.frame is not None and second.frame > first.frame >= 1
     assert first.path == f"http://127.0.0.1:{server.server_port}/cam" and first.image.shape == (48, 64, 3)
     assert any(thread.name.startswith("stream") for thread in threading.enumerate())
-    found.close()  # type: ignore[attr-defined]
+    found.close()
     assert not any(thread.name.startswith("stream") for thread in threading.enumerate())
+
+
+def test_stream_that_does_not_come(yolo: YOLO) -> None:
+    found = yolo.predict("http://127.0.0.1:9/x", stream=True, stream_timeout=1)
+    with pytest.raises(UserError, match=r"no picture comes from http://127.0.0.1:9/x \(waited 1 s"):
+        next(found)
 
 
 # ---- what comes out ----
@@ -250,7 +254,9 @@ def test_forms_of_boxes() -> None:
     np.testing.assert_array_equal(found.xyxy, [[20, 10, 60, 50], [0.5, 5, 100.5, 15], [100, 0, 200, 50]])
     np.testing.assert_array_equal(found.cxcywh, [[40, 30, 40, 40], [50.5, 10, 100, 10], [150, 25, 100, 50]])
     np.testing.assert_allclose(found.xyxyn, [[0.1, 0.2, 0.3, 1], [0.0025, 0.1, 0.5025, 0.3], [0.5, 0, 1, 1]], 1e-6)
-    np.testing.assert_allclose(found.cxcywhn, [[0.2, 0.6, 0.2, 0.8], [0.2525, 0.2, 0.5, 0.2], [0.75, 0.5, 0.5, 1]], 1e-6)
+    np.testing.assert_allclose(
+        found.cxcywhn, [[0.2, 0.6, 0.2, 0.8], [0.2525, 0.2, 0.5, 0.2], [0.75, 0.5, 0.5, 1]], 1e-6
+    )
     np.testing.assert_allclose(found.conf, [0.9, 0.75, 0.5])
     np.testing.assert_array_equal(found.cls, [0, 1, 0])
     assert found.cls.dtype == np.int64 and found.cxcywhn.dtype == np.float32
@@ -315,13 +321,13 @@ def test_crops() -> None:
 
 
 def test_the_caller_keeps_what_it_gave(yolo: YOLO, photo: Path) -> None:
+    assert yolo.model is not None
     image = load(photo)
-    before, state = image.copy(), {name: value.clone() for name, value in yolo.model.state_dict().items()}  # type: ignore[union-attr]
+    before, state = image.copy(), {name: value.clone() for name, value in yolo.model.state_dict().items()}
     image.setflags(write=False)
-    found = one(yolo, image)
+    assert np.shares_memory(one(yolo, image).image, image)
     np.testing.assert_array_equal(image, before)
-    assert found.image is image
-    after = yolo.model.state_dict()  # type: ignore[union-attr]
+    after = yolo.model.state_dict()
     assert all(torch.equal(state[name], after[name]) for name in state)
 
 
@@ -392,9 +398,7 @@ def test_mistakes_are_told_together_and_at_once(yolo: YOLO) -> None:
         yolo.predict([picture(), "rtsp://host/x"], stream=True)
 
 
-def test_files_that_cannot_be_read(
-    yolo: YOLO, photo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_cannot_be_read(yolo: YOLO, photo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a folder they are left out; where the caller names them, results would no longer be in the order of names."""
     folder = tmp_path / "some"
     write(folder / "a.png", load(photo))
@@ -414,6 +418,8 @@ def test_without_weights() -> None:
 
 
 def test_functions_below_the_object(weights: Path, yolo: YOLO, photo: Path) -> None:
+    assert predict_config({"batch": 3}, weights.name).batch_size == 3
     config = predict_config({"max_det": 20}, weights.name)
+    assert (config.max_det, config.batch_size) == (20, 16)
     found = list(predict(photo, *load_model(weights, ALONE), config, torch.device("cpu")))
     np.testing.assert_array_equal(found[0].boxes, one(yolo, photo).boxes)

@@ -12,6 +12,7 @@ from utils.errors import UserError
 from utils.run_folder import (
     create_run_dir,
     find_resumable,
+    how_to_go_on,
     lockstep_version,
     prepare_weights_dir,
     versions,
@@ -131,3 +132,15 @@ def test_no_run(tmp_path: Path) -> None:
         find_resumable("", str(tmp_path / "nothing"))
     with pytest.raises(UserError, match=r"^--resume .*exp: no weights/last.pt there"):
         find_resumable(str(tmp_path / "exp"), "runs/train")
+
+
+def test_a_run_that_has_saved_nothing(tmp_path: Path) -> None:
+    """It ended in its first epoch: it is as good as one that never was."""
+    run = make_run(tmp_path / "my exp", 1000, ())
+    write_description(run, {"weights": ""}, {}, {})
+    assert how_to_go_on(run) == []
+    with pytest.raises(UserError, match=rf"^--resume {run}: nothing was saved there yet; start the run again$"):
+        find_resumable(str(run), "runs")
+    (run / "weights/last.prev.pt").touch()
+    assert how_to_go_on(run) == [f"go on with: python train.py --resume '{run}'"]
+    assert find_resumable(str(run), "runs") == [(run, run / "weights" / "last.pt")]

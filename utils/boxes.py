@@ -95,8 +95,11 @@ def ciou(pred: Tensor, target: Tensor, eps: float = 1e-7) -> tuple[Tensor, Tenso
     pred_size, target_size = pred[:, 2:], target[:, 2:]
 
     overlap = torch.minimum(pred_xyxy[:, 2:], target_xyxy[:, 2:]) - torch.maximum(pred_xyxy[:, :2], target_xyxy[:, :2])
-    intersection = overlap.clamp(min=0).prod(dim=1)
-    union = pred_size.prod(dim=1) + target_size.prod(dim=1) - intersection + eps
+    # Not by prod(), in whose backward pass the host waits for the device, to look for zeros.
+    intersection, pred_area, target_area = (
+        size[:, 0] * size[:, 1] for size in (overlap.clamp(min=0), pred_size, target_size)
+    )
+    union = pred_area + target_area - intersection + eps
     iou = intersection / union
 
     hull = torch.maximum(pred_xyxy[:, 2:], target_xyxy[:, 2:]) - torch.minimum(pred_xyxy[:, :2], target_xyxy[:, :2])

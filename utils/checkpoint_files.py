@@ -4,7 +4,9 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch import Tensor
 from utils.errors import UserError
 
 CHECKPOINT_FORMAT = 1  # raised when older programs can't read the files any more
+FOREIGN = ("models.", "ultralytics.")  # modules that YOLOv5's checkpoints name
 TEMPORARY = re.compile(r"\..+\.pt\.([0-9]+)\.tmp")
 
 
@@ -62,32 +65,52 @@ def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, "digest": digest_of(content)}
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+def load_checkpoint(path: Path, flag: str = "") -> dict[str, Any]:
     """Read a checkpoint on the CPU without running code from it, and check its digest.
+
+    Args:
+        path: of the file.
+        flag: that named it, for messages.
 
     Raises:
         UserError: the file is missing, damaged (THU-MIG/yolov10#154), from elsewhere, or of a newer program; the
             sentence names it and the reason.
     """
-    if not path.is_file():
-        raise UserError(f"{path} is not there")
+    shown = f"{flag} {path}".lstrip()
+    _check_readable(path, shown)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of files by other programs: what is wrong is said below
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes raise nearly anything: zip, pickle, unicode, key and memory errors
-        raise UserError(f"{path} is damaged or not a checkpoint of this program: {_reason(path, error)}") from error
+        raise UserError(f"{shown} is damaged or not a checkpoint of this program: {_reason(path, error)}") from error
     if not isinstance(content, dict) or "digest" not in content:
-        raise UserError(f"{path} is not a checkpoint of this program: it holds no digest")
+        raise UserError(f"{shown} is not a checkpoint of this program: it holds no digest")
     found = content.pop("checkpoint_format", None)
     if isinstance(found, int) and found > CHECKPOINT_FORMAT:
-        raise UserError(f"{path} has format {found}, this program reads up to {CHECKPOINT_FORMAT}; use a newer version")
+        known = f"this program reads up to {CHECKPOINT_FORMAT}"
+        raise UserError(f"{shown} has format {found}, {known}; use a newer version")
     digest = content.pop("digest")
     try:
         intact = digest == digest_of({**plain(content, "state"), "checkpoint_format": found})
     except TypeError:  # a value that was never saved like this
         intact = False
     if not intact:
-        raise UserError(f"{path} is damaged: its content does not have the digest it was saved with")
+        raise UserError(f"{shown} is damaged: its content does not have the digest it was saved with")
     return content
+
+
+def _check_readable(path: Path, shown: str) -> None:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise UserError(f"{shown} is not there") from None
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise UserError(f"{shown} can't be read: {error.strerror}") from None
+    if stat.S_ISDIR(mode):
+        raise UserError(f"{shown} is a folder; name a file, such as {path / 'weights' / 'best.pt'} of a run")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{shown} can't be read: Permission denied")
 
 
 def digest_of(value: Any) -> str:
@@ -203,5 +226,7 @@ def _reason(path: Path, error: Exception) -> str:
         return "it is cut short"
     foreign = re.search(r"GLOBAL ([\w.]+)", str(error))
     if foreign:
-        return f"it holds Python objects ({foreign.group(1)})"
+        others = foreign.group(1).startswith(FOREIGN)
+        own = ", as YOLOv5's own files do, which can't be read so far" if others else ""
+        return f"it holds Python objects ({foreign.group(1)}){own}"
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -5,6 +5,8 @@ Imports the standard library and yaml only, so that ``--help`` and a wrong flag 
 """
 
 import dataclasses
+import os
+import stat
 import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +21,10 @@ from utils.flags import check_values, flag, flags_page, given_flags
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = {"data": ROOT / "data", "hyp": ROOT / "data" / "hyps", "model": ROOT / "models"}
 SPLITS = ("train", "val", "test")
+LOGGERS = ("csv", "jsonl", "tensorboard")  # where the figures of a run can go
 METRICS = ("fitness", "mAP50", "mAP50-95", "precision", "recall", "F1")  # of a validation: what can be best
+
+LONGEST_NAME = 250  # bytes; file systems take 255, and a run's number comes behind its name
 
 SPEED_THRESHOLDS = (0.25, 0.45)  # confidence and IoU of val.py --task speed: those of detect.py
 
@@ -29,7 +34,6 @@ Config = TypeVar("Config")
 # Features that YOLOv5 users know and that come later. Named here they are one clear error instead of a silent no-op;
 # delete a line when its feature arrives. Keys: a flag, or a flag with one of its values.
 TRAIN_NOT_YET = {
-    "--batch-size -1": "the batch is not measured so far; give a number",
     "--cache val": "the image cache holds every split or none; use --cache ram, disk or off",
     "--image-weights": "every image is drawn once per epoch so far",
     "--evolve": "hyperparameters are not searched so far; pick a file with --hyp",
@@ -113,7 +117,9 @@ class TrainConfig:
     workers: int = flag(8, "data", "most loader processes; 0 = load in the training process", low=0)
 
     epochs: int = flag(100, "training", "passes over the training split", low=1)
-    batch_size: int = flag(16, "training", "images per forward and backward pass, over all devices", "--batch", low=1)
+    batch_size: int = flag(
+        16, "training", "images per forward and backward pass, over all devices; -1 = what fits", "--batch", low=-1
+    )
     nbs: int = flag(64, "training", "nominal batch: gradients are accumulated up to about so many images", low=1)
     hyp: str = flag("hyp.scratch-low.yaml", "training", "hyperparameter YAML, a path or a shipped name", metavar="FILE")
     optimizer: str = flag("SGD", "training", "optimizer", choices=("SGD", "Adam", "AdamW"))
@@ -155,6 +161,9 @@ class TrainConfig:
     nosave: bool = flag(False, "output", "save the final checkpoint only; best.pt is then the last epoch's")
     save_period: int = flag(-1, "output", "also keep a checkpoint every so many epochs; below 1 = none", low=-1)
     noplots: bool = flag(False, "output", "draw no pictures of labels, batches, validation and progress")
+    loggers: list[str] = flag(  # noqa: RUF009
+        ["csv"], "output", "where the figures of each epoch go; results.csv is always written", choices=LOGGERS
+    )
 
 
 @dataclass
@@ -352,8 +361,14 @@ def build_config(kind: type[Config], given: Mapping[str, Any]) -> Config:
     if isinstance(config, TrainConfig):
         if config.weights and "cfg" not in given:
             config.cfg = ""  # the checkpoint knows its network
+        if config.batch_size == 0:
+            problems.add("--batch-size must be at least 1, or -1 for what fits into memory")
+            problems.raise_if_any()
         if config.name == "cfg":
             config.name = Path(config.cfg or config.weights).stem
+    if isinstance(config, TrainConfig | ValConfig | DetectConfig):
+        _check_run_folder(config.project, config.name, problems)
+        problems.raise_if_any()
     if isinstance(config, ValConfig):
         _check_val(config, problems)
         problems.raise_if_any()
@@ -364,6 +379,20 @@ def build_config(kind: type[Config], given: Mapping[str, Any]) -> Config:
         _check_detect(config, problems)
         problems.raise_if_any()
     return config
+
+
+def _check_run_folder(project: str, name: str, problems: Problems) -> None:
+    """Refuse a run folder that is not below its project, and names that no file system takes."""
+    inside = os.path.normpath(os.path.join(project, name))
+    if not name.strip() or inside == os.path.normpath(project):
+        problems.add(f"--name {name!r} is no folder of the run's own; leave it out, or give one such as --name test")
+    elif Path(name).is_absolute() or ".." in Path(name).parts:
+        parent, own = os.path.split(inside)
+        problems.add(f"--name {name} leads out of --project {project}; give --project {parent or '.'} --name {own}")
+    for spelling, text in (("--project", project), ("--name", name)):
+        longest = max((len(os.fsencode(part)) for part in Path(text).parts), default=0)
+        if longest > LONGEST_NAME:
+            problems.add(f"{spelling} {text[:20]}...: a name of {longest} bytes; give one of {LONGEST_NAME} at most")
 
 
 def _check_val(config: ValConfig, problems: Problems) -> None:
@@ -441,15 +470,30 @@ def find_yaml(name: str | Path, kind: str) -> Path:
         UserError: there is no such file; names the nearest shipped one.
     """
     folder = SHIPPED[kind]
-    wanted = Path(name).expanduser()
+    spelling = {"data": "--data", "hyp": "--hyp", "model": "--cfg"}[kind]
+    shown = str(name) if len(str(name)) <= LONGEST_NAME else f"{str(name)[:20]}..."
+    try:
+        wanted = Path(name).expanduser()
+    except RuntimeError as error:  # ~NAME of a user that is not there
+        raise UserError(f"{spelling} {shown}: {error}") from None
+    reason = ""
     for base in (Path(), ROOT, folder):
         for candidate in (base / wanted, base / f"{wanted}.yaml"):
-            if candidate.is_file():
+            try:
+                mode = candidate.stat().st_mode
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:  # a name that is too long, a folder that may not be entered
+                reason = reason or f"can't be read: {error.strerror}"
+                continue
+            if stat.S_ISREG(mode):
                 return candidate.absolute()
+            reason = reason or "is not a file; name the YAML itself"
+    if reason:
+        raise UserError(f"{spelling} {shown} {reason}")
     shipped = sorted(path.name for path in folder.glob("*.yaml"))
-    spelling = {"data": "--data", "hyp": "--hyp", "model": "--cfg"}[kind]
     hint = nearest(wanted.name, shipped) or f"; shipped are {', '.join(shipped)}"
-    raise UserError(f"{spelling} {name}: there is no such file{hint}")
+    raise UserError(f"{spelling} {shown}: there is no such file{hint}")
 
 
 def load_hyp(name: str | Path) -> Hyp:

@@ -1,6 +1,7 @@
 """What a run says on the terminal while it trains: its plan before it starts, and a progress bar."""
 
 import platform
+import sys
 import time
 from collections.abc import Iterable
 
@@ -10,6 +11,7 @@ from tqdm import tqdm
 from utils.devices import memory_usage
 from utils.torch_utils import DistEnv
 
+PLAIN_EVERY = 60.0  # seconds between two lines of an epoch where there is no terminal
 LOOK_EVERY = 10  # micro-batches between two looks at the losses: each look makes the host wait for the device
 
 
@@ -40,7 +42,12 @@ class RunClock:
 
     def __init__(self, epochs: int, start: float) -> None:
         self.epochs, self.start_epoch = epochs, start
-        self.start = time.perf_counter()
+        self.start = self.lap_start = time.perf_counter()
+
+    def lap(self) -> float:
+        """Return seconds since the last call, or since the start."""
+        before, self.lap_start = self.lap_start, time.perf_counter()
+        return self.lap_start - before
 
     def elapsed(self) -> float:
         """Return seconds since the first epoch of this process began."""
@@ -57,7 +64,11 @@ class RunClock:
 
 
 class EpochProgress:
-    """One line that follows an epoch: losses, learning rate, images a second, memory, time left in the run."""
+    """One line that follows an epoch: losses, learning rate, images a second, memory, time left in the run.
+
+    Where stderr is no terminal nothing can be written over: there is a line at the end of the epoch, and in a long one
+    some in between.
+    """
 
     def __init__(self, epoch: int, batches: int, done: int, clock: RunClock, env: DistEnv) -> None:
         """Start the line.
@@ -70,15 +81,17 @@ class EpochProgress:
             env: only rank 0 draws; its device's memory is shown.
         """
         self.epoch, self.batches, self.clock, self.device = epoch, batches, clock, env.device
+        self.title = f"{epoch + 1}/{clock.epochs}"
         self.bar = tqdm(
             total=batches,
             initial=done,
-            disable=not env.is_main_process,
-            desc=f"{epoch + 1}/{clock.epochs}",
+            disable=None if env.is_main_process else True,  # None: on a terminal only
+            desc=self.title,
             bar_format="{desc} {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}",
         )
+        self.plain = env.is_main_process and self.bar.disable
         self.done, self.images, self.shown_images = done, 0, 0
-        self.shown = time.perf_counter()
+        self.shown = self.printed = time.perf_counter()
 
     def advance(self, images: int) -> bool:
         """Count one micro-batch of so many images over all ranks.
@@ -103,11 +116,15 @@ class EpochProgress:
         rate = (self.images - self.shown_images) / (now - self.shown)
         left = duration(self.clock.left(self.epoch + self.done / self.batches))
         box, objectness, category = losses
-        self.bar.set_postfix_str(
+        figures = (
             f"box {box:.4f}, obj {objectness:.4f}, cls {category:.4f}, lr {lr:.2g}, {imgsz} px, "
-            f"{rate:.0f} images/s, {memory_usage(self.device):.1f} GB, {left} left",
-            refresh=True,
+            f"{rate:.0f} images/s, {memory_usage(self.device):.1f} GB, {left} left"
         )
+        self.bar.set_postfix_str(figures, refresh=True)
+        if self.plain and (self.done == self.batches or now - self.printed >= PLAIN_EVERY):
+            share = f"{self.done / self.batches:4.0%} {self.done}/{self.batches}"
+            print(f"{self.title} {share}, {figures}", file=sys.stderr, flush=True)
+            self.printed = now
         self.shown, self.shown_images = now, self.images
 
     def close(self) -> None:

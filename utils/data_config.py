@@ -16,6 +16,16 @@ from utils.flags import check_values
 
 GENERATORS = ("shapes",)
 _DATA_KEYS = ("path", "train", "val", "test", "names", "nc", "download", "generator", "defaults")
+# Of other programs and of authors, about the data set rather than about what is in it.
+_NOTES = (
+    "roboflow", "author", "authors", "contributor", "citation", "license", "licence", "url", "homepage", "source",
+    "version", "date", "description", "info", "is_coco", "yaml_file",
+)  # fmt: skip
+_MISSING = {
+    "train": "add a line train: FOLDER, the images to train on",
+    "val": "add a line val: FOLDER, images to measure on, best none of those in train",
+    "names": "add a line names: [cat, dog], the class names in the order of their ids",
+}
 # A data set comes from strangers: it may say how to train on it, not where to write or what to load.
 _DEFAULT_FLAGS = (
     "imgsz",
@@ -45,6 +55,8 @@ class DataConfig:
     generator: str | None = None  # the data set is drawn, not fetched
     defaults: dict[str, Any] = field(default_factory=dict)  # flags of train.py that suit it; what is typed wins
     merged: int = 0  # classes of the label files that count as one (--single-cls); 0 = each is its own
+    looked_in: list[Path] = field(default_factory=list)  # where the root might have been, if it is nowhere
+    doubts: list[str] = field(default_factory=list)  # what may be a mistake, a sentence each
 
     @property
     def num_classes(self) -> int:
@@ -69,7 +81,8 @@ def load_data(name: str | Path, single_cls: bool = False) -> DataConfig:
 
     ``path`` is the root of the splits: absolute, else relative to the YAML's folder, the current folder or the
     project, the first in which it exists (the project if none: there it will be made). An unknown key is a mistake if
-    it is close to a known one, else a note of the author's. With ``single_cls`` all classes count as one.
+    it is close to a known one, else a note of the author's, and doubtful unless many data sets have it. With
+    ``single_cls`` all classes count as one.
 
     Raises:
         UserError: lists every problem with the file and the key.
@@ -78,7 +91,8 @@ def load_data(name: str | Path, single_cls: bool = False) -> DataConfig:
     content = load_yaml(path)
     problems = Problems()
     _check_data_keys(content, problems)
-    root = _data_root(path, content.get("path"))
+    tried = _data_roots(path, content.get("path"))
+    root = next((place for place in tried if os.path.exists(place)), tried[-1])
     splits = {split: _split_paths(split, content.get(split), root, problems) for split in SPLITS}
     names = _class_names(content["names"], problems) if "names" in content else []
     defaults = _default_flags(content.get("defaults"), problems)
@@ -95,6 +109,8 @@ def load_data(name: str | Path, single_cls: bool = False) -> DataConfig:
         train=splits["train"],
         val=splits["val"],
         test=splits["test"],
+        looked_in=[] if os.path.exists(root) else list(dict.fromkeys(tried)),
+        doubts=[f"{path}: {text}" for text in _doubts(content, names)],
     )
     return as_one_class(data) if single_cls else data
 
@@ -107,11 +123,15 @@ def check_split_paths(data: DataConfig, splits: Sequence[str] = ("train", "val")
     """
     problems = Problems()
     found: dict[str, list[Path]] = {split: getattr(data, split) for split in splits}
+    lost_root = data.looked_in and not os.path.exists(data.root)
     for split, paths in found.items():
         if not paths:
             problems.add(f"there is no {split} split; add a line {split}: FOLDER")
         for path in paths:
-            if not path.exists():
+            if lost_root and path.is_relative_to(data.root):
+                places = " or ".join(map(str, data.looked_in))
+                problems.add(f"path: there is no folder {places}{_way_out(data.root, data)}")
+            elif not os.path.exists(path):  # also where a name is too long
                 problems.add(f"{split}: {path} does not exist{_near_path(path, data)}")
     problems.raise_if_any(str(data.path))
     return found
@@ -126,7 +146,7 @@ def _check_data_keys(content: Mapping[Any, Any], problems: Problems) -> None:
             mistyped.add(hint)
     for key in ("train", "val", "names"):
         if content.get(key) is None and nearest(key, [key]) not in mistyped:
-            problems.add(f"{key} is missing")
+            problems.add(f"{key} is missing: {_MISSING[key]}")
     if content.get("generator") not in (None, *GENERATORS):
         hint = nearest(content["generator"], GENERATORS)
         problems.add(f"generator is {' or '.join(GENERATORS)}, not {content['generator']!r}{hint}")
@@ -152,12 +172,20 @@ def _default_flags(value: Any, problems: Problems) -> dict[str, Any]:
     return given
 
 
-def _data_root(path: Path, value: Any) -> Path:
+def _doubts(content: Mapping[Any, Any], names: Sequence[str]) -> list[str]:
+    unknown = [str(key) for key in content if key not in _DATA_KEYS and key not in _NOTES]
+    doubts = [f"unknown keys, not used: {', '.join(unknown)}"] if unknown else []
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+        ids = [str(class_id) for class_id, other in enumerate(names) if other == name]
+        doubts.append(f"names: the classes {' and '.join(ids)} are all called {name!r}, and count as different ones")
+    return doubts
+
+
+def _data_roots(path: Path, value: Any) -> list[Path]:
+    """Return where the root may be, best first; where it is made if it is nowhere, last."""
     if value is None or not isinstance(value, str):
-        return path.parent
-    wanted = Path(value).expanduser()
-    bases = (path.parent, Path.cwd(), ROOT)
-    return _tidy(next((base / wanted for base in bases if (base / wanted).exists()), ROOT / wanted))
+        return [path.parent]
+    return [_tidy(base / os.path.expanduser(value)) for base in (path.parent, Path.cwd(), ROOT)]
 
 
 def _tidy(path: Path) -> Path:
@@ -170,27 +198,48 @@ def _split_paths(split: str, value: Any, root: Path, problems: Problems) -> list
     if not all(isinstance(text, str) and text for text in values):
         problems.add(f"{split} takes a folder, a .txt list, or a list of these, not {value!r}")
         return []
-    return [_tidy(root / Path(text).expanduser()) for text in values]
+    return [_tidy(root / os.path.expanduser(text)) for text in values]
 
 
 def _class_names(value: Any, problems: Problems) -> list[str]:
     """Return the class names by id from a list or an id -> name mapping; [] after a problem."""
     if isinstance(value, dict):
-        ids = range(len(value))
-        wrong = [key for key in value if isinstance(key, bool) or key not in ids]
+        wrong = _wrong_ids(value)
         if wrong:
-            problems.add(f"names has the class id {wrong[0]!r}, but ids run from 0 to {len(value) - 1} without gaps")
+            problems.add(f"names {wrong}")
             return []
-        value = [value[key] for key in ids]
+        value = [value[class_id] for class_id in range(len(value))]
     if not isinstance(value, list) or not value:
         problems.add(
             f"names takes a list of class names or id: name lines, not {yaml_word(value) if value else 'nothing'}"
         )
         return []
     for class_id, name in enumerate(value):
-        if isinstance(name, bool) or not isinstance(name, str | int | float) or name == "":
+        if isinstance(name, bool) or not isinstance(name, str | int | float):
             problems.add(f"names: class {class_id} is {name!r}, not a text; put words like yes, no, on, null in quotes")
+        elif not str(name).strip():
+            problems.add(f"names: class {class_id} has an empty name; give it one")
     return [str(name) for name in value]
+
+
+def _wrong_ids(value: Mapping[Any, Any]) -> str:
+    """Return what is wrong with the ids of an id -> name mapping, '' if nothing is."""
+    odd = [key for key in value if not isinstance(key, int) or isinstance(key, bool) or key < 0]
+    missing = [class_id for class_id in range(len(value)) if class_id not in value]
+    if odd:
+        return f"has the class id {odd[0]!r}, but ids are the numbers 0, 1, 2 and so on"
+    if not missing:
+        return ""
+    if min(value) == 1:
+        return "starts with the class id 1, but ids are counted from 0, as in the label files"
+    return f"leaves out the class id {missing[0]}, but ids are counted from 0 without gaps"
+
+
+def _way_out(path: Path, data: DataConfig) -> str:
+    """Return what to do about a path that is missing, '' if there is nothing to say."""
+    if os.sep == "/" and "\\" in str(path):
+        return "; write paths with / in place of \\, which is right on Windows too"
+    return "; its download line is not available yet: fetch the data yourself" if data.download else ""
 
 
 def _near_path(path: Path, data: DataConfig) -> str:
@@ -199,10 +248,8 @@ def _near_path(path: Path, data: DataConfig) -> str:
         inside = path.relative_to(data.root.parent)  # what `../train/images` would be without its two dots
         if not path.is_relative_to(data.root) and (data.root / inside).exists():
             return f"; did you mean {inside}?"
-    if data.download:
-        return "; its download line is not available yet: fetch the data yourself"
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    return nearest(path.name, siblings)
+    siblings = [entry.name for entry in path.parent.iterdir()] if os.path.isdir(path.parent) else []
+    return _way_out(path, data) or nearest(path.name, siblings)
 
 
 def build_train_config(given: Mapping[str, Any]) -> TrainConfig:

@@ -33,6 +33,7 @@ from utils.dataset import LabelIndex, read_image
 from utils.errors import UserError
 from utils.image_cache import ImageCache
 from utils.images import ImageError
+from utils.interrupts import interrupts_held
 from utils.polygons import Polygons
 from utils.torch_utils import ALONE, DistEnv, gather_objects, once_per_machine
 
@@ -485,7 +486,8 @@ class TrainLoader(Iterator[Batch]):
 
     def __init__(self, loader: DataLoader) -> None:
         self.batches_per_epoch = len(loader)
-        self._batches: Iterator[Batch] | None = iter(loader)
+        with interrupts_held():  # the workers are forked here
+            self._batches: Iterator[Batch] | None = iter(loader)
 
     def __next__(self) -> Batch:
         assert self._batches is not None, "the loader is closed"
@@ -515,8 +517,10 @@ class ValLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         assert self._loader is not None, "the loader is closed"
+        with interrupts_held():  # the first time workers are forked here
+            batches = iter(self._loader)
         try:
-            yield from self._loader
+            yield from batches
         except ImageError as error:
             raise _without_traceback(error) from None
 

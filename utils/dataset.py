@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import signal
+import stat
 import struct
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from utils.data_report import Problem, ScanReport, report_csv, shortened
 from utils.errors import Problems, UserError
 from utils.image_lists import labels_without_image, list_images
 from utils.images import ImageError, image_size, read_image
+from utils.interrupts import interrupts_held
 from utils.labels import BAD_CLASS, RowReader, check_rows, label_path
 from utils.polygons import Polygons
 from utils.shapes import ensure_shapes
@@ -47,6 +49,7 @@ MIN_SIDE, MAX_PIXELS = 10, 1 << 28
 LISTED = 20  # problems in an error message
 LABELLED, MISSING, EMPTY, CORRUPT = range(4)
 NO_FILE, NO_ACCESS = -1, -2  # in place of a file's size
+READABLE = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH  # by everybody
 NO_POINTS = np.zeros((0, 2), np.float32)
 LEFT_OUT = ("image left out", "label file unreadable, image left out")
 
@@ -166,8 +169,9 @@ def _parallel(work: Callable[[int], _Part], items: list[int], workers: int) -> I
             process = context.Process(
                 target=_forked, args=(work, items[k::workers], writer, list(readers)), daemon=True
             )
-            process.start()
-            processes.append(process)
+            with interrupts_held():
+                process.start()
+                processes.append(process)
             writer.close()  # so that the end of a worker is seen as the end of its pipe
         waiting: list[Any] = list(readers)
         while waiting:
@@ -292,6 +296,7 @@ def build_index(
     split: str = "train",
     single_cls: bool = False,
     cache: bool = True,
+    named_in: str = "",
     logger: logging.Logger | None = None,
 ) -> LabelIndex:
     """Index of a split, from its cache file if images, labels and rules are the same as when that was written.
@@ -305,13 +310,14 @@ def build_index(
         split: its name, for messages.
         single_cls: give all boxes class 0, after their ids were checked.
         cache: read and write the cache file.
+        named_in: file and key that name the sources, for messages.
         logger: where the report goes.
 
     Raises:
         UserError: no image, none that can be used, or class ids outside the names.
     """
     logger = logger or logging.getLogger("lockstep")
-    paths, problems = once_per_machine(partial(_listed_images, sources), env)
+    paths, problems = once_per_machine(partial(_listed_images, sources, named_in), env)
     stats = _shared_stats(paths, env)
     names = [os.fsencode(path) for path in paths]
     said = json.dumps(problems).encode()
@@ -343,10 +349,13 @@ def build_index(
     return index
 
 
-def _listed_images(sources: Sequence[Path]) -> tuple[list[str], list[Problem]]:
+def _listed_images(sources: Sequence[Path], named_in: str) -> tuple[list[str], list[Problem]]:
     """Images of a split, and what is wrong with its lists and folders."""
     problems: list[Problem] = []
-    paths = list_images(sources, problems)
+    try:
+        paths = list_images(sources, problems)
+    except UserError as error:
+        raise UserError(f"{named_in}: {error}".removeprefix(": ")) from error
     return paths, problems + labels_without_image(paths, sources)
 
 
@@ -371,6 +380,9 @@ def _stat(path: str) -> tuple[int, int]:
     except FileNotFoundError:
         return NO_FILE, 0
     except OSError:
+        return NO_ACCESS, 0
+    # Asked for the few that not everybody may read: asking for all would take half as long again.
+    if result.st_mode & READABLE != READABLE and not os.access(path, os.R_OK):
         return NO_ACCESS, 0
     return result.st_size, result.st_mtime_ns
 
@@ -582,7 +594,8 @@ def open_splits(
 def _open_split(data: DataConfig, split: str, labelled: bool, env: DistEnv) -> LabelIndex:
     check_split_paths(data, [split])
     sources = getattr(data, split)
-    index = build_index(sources, data.label_classes, env, split=split, single_cls=data.merged > 0)
+    named_in = f"{data.path}: {split}"
+    index = build_index(sources, data.label_classes, env, split=split, single_cls=data.merged > 0, named_in=named_in)
     if labelled and not index.num_instances:
         raise UserError(
             f"{split}: no labels in {', '.join(map(str, sources))}: at least one is needed; the label file of the "

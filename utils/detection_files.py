@@ -185,7 +185,7 @@ class DetectionFiles:
 
     def _csv_rows(self, rows: Sequence[Sequence[Any]], mode: str) -> None:
         try:
-            with self._csv_path.open(mode, encoding="utf-8", newline="") as file:
+            with self._csv_path.open(mode, encoding="utf-8", errors="surrogateescape", newline="") as file:
                 csv.writer(file).writerows(rows)
         except OSError as error:
             raise UserError(f"{self._csv_path} can't be written: {error.strerror}") from error

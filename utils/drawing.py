@@ -8,6 +8,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from utils.short_names import one_line
+
 Color = tuple[int, int, int]  # as OpenCV orders it: blue, green, red
 
 # Okabe and Ito 2008, "Color Universal Design": told apart with any kind of color vision. Their black is lost in dark
@@ -99,7 +101,11 @@ def text_width(text: str, cap: float) -> int:
 
 
 def drawable(text: str) -> str:
-    """Return a text as this OpenCV can write it: all of it, or in older versions without accents and other scripts."""
+    """Return a text as this OpenCV can write it, in one line; older versions have no accents and no other scripts.
+
+    Bytes of a file name that are no UTF-8, which OpenCV does not survive, become ``?``.
+    """
+    text = one_line(text.encode("utf-8", "replace").decode())
     if ALL_LETTERS:
         return text
     letters = (letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))

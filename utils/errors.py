@@ -10,6 +10,8 @@ from typing import NoReturn, TypeVar
 T = TypeVar("T")
 
 USER_ERROR = 2  # exit status of a mistake
+SHORT_WORD, SHORT_ALIKE = 6, 0.65  # letters below which a word must be more alike to be meant
+LONGEST_SUFFIX = len(".jpeg")
 TURN = 5.0  # seconds that the other processes of a machine leave to its first one to say what is wrong
 
 
@@ -71,14 +73,24 @@ class Problems:
 def nearest(word: object, known: Iterable[str], alike: float = 0.6) -> str:
     """Return ``; did you mean X?`` for the known word that is most alike, '' if none is.
 
+    Upper and lower case count as the same; dashes before a flag and the suffix of a file tell nothing.
+
     Args:
-        word: what was typed; upper and lower case count as the same.
+        word: what was typed.
         known: what it may have meant.
-        alike: least likeness, 0 to 1, as difflib measures it.
+        alike: least likeness, 0 to 1, as difflib measures it; of short words more, for they are alike by chance.
     """
-    by_lower = {text.lower(): text for text in known}
-    matches = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=alike)
-    return f"; did you mean {by_lower[matches[0]]}?" if matches else ""
+    wanted = _core(str(word))
+    by_core = {_core(text): text for text in known}
+    least = max(alike, SHORT_ALIKE) if len(wanted) < SHORT_WORD else alike
+    matches = difflib.get_close_matches(wanted, by_core, n=1, cutoff=least)
+    return f"; did you mean {by_core[matches[0]]}?" if matches else ""
+
+
+def _core(text: str) -> str:
+    """Return the part of a flag, a key or a file name that tells it from others."""
+    stem, suffix = os.path.splitext(text.lower().lstrip("-"))
+    return stem if len(suffix) <= LONGEST_SUFFIX else stem + suffix
 
 
 def first_of_machine() -> bool:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from utils.errors import Problems, UserError, nearest
 
@@ -20,6 +20,7 @@ TYPE_WORDS: dict[Any, str] = {
     float: "a number",
     str: "a text",
     list[int]: "whole numbers",
+    list[str]: "names",
     bool | None: "true, false or nothing",
     bool | str: "a text, true or false",
 }
@@ -137,8 +138,8 @@ def _parser(kind: type[Any]) -> _Parser:
     for spelling in kind.not_yet:
         if " " not in spelling:
             parser.add_argument(spelling, nargs="?", dest="not_yet", action=_NotYetAction, help=argparse.SUPPRESS)
-    # Old launchers pass the local rank as a flag; the environment says it too, and is what counts.
-    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
+    text = "passed by old launchers and ignored: their environment says it too"
+    parser.add_argument("--local-rank", "--local_rank", metavar="N", help=text)
     return parser
 
 
@@ -153,7 +154,7 @@ def _argument(item: Field[Any]) -> dict[str, Any]:
     else:
         letters: dict[Any, str] = {int: "N", float: "X"}
         metavar = item.metadata.get("metavar") or letters.get(_element(item), item.name.upper())
-    if item.type == list[int]:
+    if item.type in (list[int], list[str]):
         return {"metavar": metavar, "nargs": "+"}
     if "const" in item.metadata:
         return {"metavar": metavar, "nargs": "?", "const": item.metadata["const"]}
@@ -212,8 +213,8 @@ def _plain(value: Any, kind: Any) -> Any:
     """Return a keyword's value as a flag has it: a path or a list as a text, a number as a list of one."""
     if kind in (str, bool | str) and not isinstance(value, str | bool | None):
         return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    if kind == list[int]:
-        return [value] if isinstance(value, int) else list(value) if isinstance(value, tuple) else value
+    if kind in (list[int], list[str]):
+        return [value] if isinstance(value, get_args(kind)[0]) else list(value) if isinstance(value, tuple) else value
     return value
 
 
@@ -234,7 +235,10 @@ def _convert(item: Field[Any], value: Any) -> Any:
     convert = _element(item)
     try:
         if isinstance(value, list):
-            return [convert(text) for text in value]
+            words = [word for word in ",".join(value).split(",") if word.strip()]
+            if not words and _default(item):
+                raise ValueError("an empty list means something where it is the default only")
+            return [convert(word) for word in words]
         return convert(value) if isinstance(value, str) else value
     except ValueError:
         text = " ".join(value) if isinstance(value, list) else value
@@ -258,8 +262,12 @@ def _groups(kind: type[Any]) -> dict[str, list[Field[Any]]]:
     return groups
 
 
+def _default(item: Field[Any]) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
 def _shown_default(item: Field[Any]) -> str:
-    default = item.default if item.default_factory is MISSING else item.default_factory()
+    default = _default(item)
     if isinstance(default, list):
         return " ".join(map(str, default)) or "''"
     if default is None:
@@ -268,8 +276,8 @@ def _shown_default(item: Field[Any]) -> str:
 
 
 def _has_type(value: Any, kind: Any) -> bool:
-    if kind == list[int]:
-        return isinstance(value, list) and all(_has_type(element, int) for element in value)
+    if kind in (list[int], list[str]):
+        return isinstance(value, list) and all(_has_type(element, get_args(kind)[0]) for element in value)
     if kind in (int, float):  # True is an int in Python, never a number for a user
         return isinstance(value, (int, kind)) and not isinstance(value, bool)
     return isinstance(value, kind)
@@ -277,8 +285,9 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 def _check_range(label: str, value: Any, metadata: Mapping[str, Any], problems: Problems) -> None:
     choices = metadata.get("choices")
-    if choices and value not in choices:
-        problems.add(f"{label} is one of {', '.join(choices)}, not {value!r}{nearest(value, choices)}")
+    for word in value if isinstance(value, list) else [value]:
+        if choices and word not in choices:
+            problems.add(f"{label} is one of {', '.join(choices)}, not {word!r}{nearest(word, choices)}")
     if "low" not in metadata:
         return
     low, high = metadata["low"], metadata.get("high", math.inf)

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from models.families import Family, family_of, load_model
+from models.families import Family, family_of, load_model, load_weights
 from models.memory import check_batch
 from models.start import check_imgsz, fit_imgsz, freeze, network_spec, start_from, with_anchor_count
 from models.yolo import DetectionModel, load_state
 from utils import augmentations
+from utils.callbacks import Callback
 from utils.checkpoint_files import checkpoint_bytes
 from utils.config import Hyp, TrainConfig, ValConfig, build_config, load_hyp
 from utils.data_config import DataConfig, load_data
@@ -23,14 +24,14 @@ from utils.dataloaders import choose_num_workers, choose_val_batch, loader_bytes
 from utils.dataset import LabelIndex, check_same_data, open_splits
 from utils.errors import Problems
 from utils.image_cache import SHARED_MEMORY, shared_memory_beside
+from utils.loggers import loggers_from_names
+from utils.logging import get_logger
 from utils.preflight import check_disk, check_run_folder, check_shared_memory
 from utils.steps import Precision, choose_precision
 from utils.torch_utils import (
     BatchPlan,
     DistEnv,
     all_gather_objects,
-    load_checkpoint,
-    once,
     share_problems,
     split_global_batch,
 )
@@ -49,6 +50,7 @@ class TrainInputs:
     imgsz: int
     train_index: LabelIndex
     val_index: LabelIndex
+    loggers: list[Callback]  # rank 0's
 
 
 def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | None = None) -> TrainInputs:
@@ -69,6 +71,7 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
     folder = Path(resumed["run_dir"]) if resumed else Path(config.project, config.name)
     if env.is_main_process:
         problems.attempt(lambda: check_run_folder(folder, config.exist_ok or resumed is not None))
+    loggers = problems.attempt(lambda: loggers_from_names(config.loggers)) if env.is_main_process else []
     hyp = problems.attempt(lambda: build_config(Hyp, resumed["hyp"]) if resumed else load_hyp(config.hyp))
     data = problems.attempt(lambda: load_data(config.data, config.single_cls))
     if resumed and data is not None and data.names != resumed["names"]:
@@ -81,10 +84,28 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
     assert plan and precision and hyp and data and raw_model  # else there were problems
 
     family, imgsz = family_of(raw_model.yaml), fit_imgsz(config.imgsz, raw_model)
-    inputs = TrainInputs(hyp, data, plan, precision, family, raw_model, imgsz, indexes["train"], indexes["val"])
+    inputs = TrainInputs(
+        hyp, data, plan, precision, family, raw_model, imgsz, indexes["train"], indexes["val"], loggers or []
+    )
     check_machine(config, inputs, env, folder, problems)
     share_problems(problems, env)
+    for doubt in [*data.doubts, *doubts_about_splits(indexes["train"], indexes["val"], env)]:
+        get_logger().warning(doubt)
     return inputs
+
+
+def doubts_about_splits(train: LabelIndex, val: LabelIndex, env: DistEnv) -> list[str]:
+    """Return a sentence if images that are measured are trained on; rank 0's work, nothing elsewhere."""
+    if not env.is_main_process:
+        return []
+    trained_on = set(map(train.path, range(len(train))))
+    both = [path for path in map(val.path, range(len(val))) if path in trained_on]
+    if not both:
+        return []
+    return [
+        f"{len(both)} of the {len(val)} images in val are in train too, such as {both[0]}: the figures tell how well "
+        "they were learned by heart; name images in val that are not trained on"
+    ]
 
 
 def read_network(
@@ -107,7 +128,7 @@ def read_network(
     """
     weights = resumed
     if resumed is None and config.weights:
-        weights = problems.attempt(lambda: once(lambda: load_checkpoint(Path(config.weights)), env))
+        weights = problems.attempt(lambda: load_weights(Path(config.weights), env))
     spec = problems.attempt(lambda: _spec(config, hyp, weights, resumed))
     if spec is None:
         return None
@@ -203,7 +224,7 @@ def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
     if env.is_main_process:
         problems.attempt(lambda: check_run_folder(run_dir, config.exist_ok))
     data = problems.attempt(lambda: load_data(config.data, config.single_cls))
-    loaded = problems.attempt(lambda: load_model(Path(config.weights), env))
+    loaded = problems.attempt(lambda: load_model(Path(config.weights), env, "--weights"))
     if loaded is not None:
         model, family, trained_at = loaded
         problems.attempt(lambda: check_imgsz(config.imgsz or trained_at, model))
@@ -218,4 +239,6 @@ def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
     assert data is not None
     imgsz = fit_imgsz(config.imgsz or trained_at, model)
     check_loaders(config.workers, [config.batch_size], imgsz, env)
+    for doubt in data.doubts:
+        get_logger().warning(doubt)
     return ValInputs(data, model, family, imgsz, indexes[config.split])

@@ -19,8 +19,10 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         try:
-            tqdm.write(prefix + self.format(record), file=sys.stdout)
+            line = (prefix + self.format(record)).encode(encoding, "backslashreplace").decode(encoding)
+            tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
         except (OSError, ValueError):  # stdout is closed or its disk full: no reason to end a training run
             self.handleError(record)

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -173,7 +173,9 @@ def predict_config(keywords: Mapping[str, Any], weights: str) -> DetectConfig:
     problems = Problems()
     for name in keywords:
         if name not in known:
-            problems.add(f"{name} is not a keyword of predict(){nearest(name, known, 0.5)}")
+            longer = [word for word in known if word.startswith(name)]  # conf, iou: how people shorten them
+            hint = f"; did you mean {longer[0]}?" if len(longer) == 1 else nearest(name, known)
+            problems.add(f"{name} is not a keyword of predict(){hint}")
     given = {name: value for name, value in keywords.items() if name in known and value is not None}
     typed = problems.attempt(lambda: given_keywords(DetectConfig, given)) or {}
     config = problems.attempt(lambda: build_config(DetectConfig, {"batch_size": BATCH, **typed, "weights": weights}))
@@ -190,7 +192,7 @@ def predict(
     config: DetectConfig,
     device: torch.device,
     stream: bool = False,
-) -> Iterator[Prediction]:
+) -> Generator[Prediction, None, None]:
     """Find objects in pictures, batch after batch as they are asked for.
 
     Args:
@@ -205,8 +207,8 @@ def predict(
         stream: whether the caller takes pictures as they come; streams, which may have no end, need it.
 
     Returns:
-        An iterator with a prediction for each picture, in the order of the sources; nothing for an empty list.
-        Unreadable files in a folder, pattern or list file are left out with a warning.
+        A generator of a prediction for each picture, in the order of the sources; of none for an empty list. Closing it
+        closes streams. Unreadable files in a folder, pattern or list file are left out with a warning.
 
     Raises:
         UserError: lists what is wrong with source and flags, before anything is read; while reading: nothing of an
@@ -227,7 +229,7 @@ def predict(
 
 def _predictions(
     detector: Detector, streams: Sequence[Source], frames: Iterable[Frame], config: DetectConfig
-) -> Iterator[Prediction]:
+) -> Generator[Prediction, None, None]:
     """Read streams, or else frames, and yield what is found in them."""
     names = detector.model.names
     with ExitStack() as stack:

@@ -1,6 +1,7 @@
 """Run folders: where one is made, what describes it, and how it is found again."""
 
 import json
+import os
 import platform
 import shlex
 import sys
@@ -14,6 +15,7 @@ import yaml
 from utils.config import ROOT
 from utils.errors import UserError
 
+DESCRIPTION = "opt.yaml"  # every flag; a run writes it as it starts
 REPORTED_PACKAGES = ("torch", "torchvision", "numpy", "opencv-python", "opencv-python-headless", "pandas", "matplotlib")
 
 
@@ -62,7 +64,7 @@ def write_description(
         hyp: every hyperparameter with its value.
         plan: what follows from them: batch per rank, accumulation and the like.
     """
-    write_yaml(run_dir / "opt.yaml", config)
+    write_yaml(run_dir / DESCRIPTION, config)
     write_yaml(run_dir / "hyp.yaml", hyp)
     facts = {"command": command(), "versions": versions(), "platform": platform.platform(), "plan": dict(plan)}
     (run_dir / "environment.json").write_text(json.dumps(facts, indent=2) + "\n")
@@ -122,9 +124,11 @@ def find_resumable(resume: str, project: str) -> list[tuple[Path, Path]]:
     """
     if resume:
         path = Path(resume).absolute()
-        if path.is_file():
+        if os.path.isfile(path):
             return [(path.parent.parent, path)]
         if not _checkpoints(path):
+            if os.path.isfile(path / DESCRIPTION):
+                raise UserError(f"--resume {resume}: nothing was saved there yet; start the run again")
             raise UserError(f"--resume {resume}: no weights/last.pt there; name a run folder such as {project}/exp")
         return [(path, path / "weights" / "last.pt")]
     saved = {
@@ -137,5 +141,11 @@ def find_resumable(resume: str, project: str) -> list[tuple[Path, Path]]:
     return [(run, run / "weights" / "last.pt") for run in sorted(saved, key=saved.__getitem__, reverse=True)]
 
 
+def how_to_go_on(run_dir: Path) -> list[str]:
+    """Return the line that tells how to go on with a run, none where nothing was saved."""
+    return [f"go on with: python train.py --resume {shlex.quote(str(run_dir))}"] if _checkpoints(run_dir) else []
+
+
 def _checkpoints(run_dir: Path) -> list[Path]:
-    return [path for name in ("last.pt", "last.prev.pt") if (path := run_dir / "weights" / name).is_file()]
+    places = [run_dir / "weights" / name for name in ("last.pt", "last.prev.pt")]
+    return [place for place in places if os.path.isfile(place)]  # not where a name is too long

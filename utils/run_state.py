@@ -11,11 +11,12 @@ from torch import nn
 
 from models.families import Family
 from models.yolo import DetectionModel
+from utils.callbacks import Callbacks
 from utils.config import Hyp, TrainConfig, config_to_dict
 from utils.data_config import DataConfig
 from utils.dataloaders import choose_val_batch
 from utils.dataset import LabelIndex
-from utils.logging import CsvLog, DeviceMeter, get_logger, mean_of
+from utils.logging import DeviceMeter, get_logger, mean_of
 from utils.loss import DetectionLoss
 from utils.optim import Schedule, load_optimizer
 from utils.plots import Plots
@@ -38,7 +39,7 @@ class TrainState:
         best_fitness: the best value of ``--metric`` in all validations so far; -1 before the first.
         best_epoch: the epoch it was reached in.
         class_maps: mAP50-95 of each class at the last validation.
-        stopped: whether the run ended early, by ``--patience``.
+        stopped: whether the run ended early, by ``--patience`` or because a callback asked for it.
     """
 
     epoch: int = 0
@@ -78,7 +79,7 @@ class Run:
     buffers: BufferSnapshot
     meter: DeviceMeter
     plots: Plots
-    results: CsvLog
+    callbacks: Callbacks
     state: TrainState
 
     @property
@@ -96,7 +97,7 @@ class Run:
         return mean_of(all_reduce_sum(self.meter.sums(), self.env), self.env.world_size)
 
 
-def save(run: Run, better: bool, final: bool) -> bool:
+def save(run: Run, better: bool, final: bool) -> list[Path] | None:
     """Write last.pt, and best.pt and epochN.pt where they are due.
 
     Args:
@@ -105,20 +106,22 @@ def save(run: Run, better: bool, final: bool) -> bool:
         final: whether no epoch follows.
 
     Returns:
-        False if the weights are not finite: they never replace finite ones.
+        What was written, last.pt first, [] if nothing was due; None if the weights are not finite: they never replace
+        finite ones.
     """
     config, done = run.config, run.state.epoch
     if config.nosave and not final:
-        return True
+        return []
+    last = run.weights_dir / "last.pt"
     also = [run.weights_dir / "best.pt"] if better else []
     if config.save_period > 0 and done % config.save_period == 0:
         also.append(run.weights_dir / f"epoch{done}.pt")
     try:
-        save_checkpoint(run_state(run), run.weights_dir / "last.pt", also)
+        save_checkpoint(run_state(run), last, also)
     except NonFiniteError as error:
         get_logger().warning(f"{error}; the checkpoint before it stays")
-        return False
-    return True
+        return None
+    return [last, *also]
 
 
 def run_state(run: Run) -> dict[str, Any]:

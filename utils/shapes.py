@@ -494,7 +494,7 @@ def draw_set(folder: Path, counts: dict[str, int], num_threads: int | None = Non
     pool = ThreadPoolExecutor(num_threads or min(8, os.cpu_count() or 1))
     try:
         done = pool.map(_write_sample, work)
-        for _ in tqdm(done, "shapes", len(work), unit="image", disable=not progress, leave=False):
+        for _ in tqdm(done, "shapes", len(work), unit="image", disable=None if progress else True, leave=False):
             pass
     finally:
         pool.shutdown(cancel_futures=True)

@@ -202,6 +202,7 @@ def without_login(address: str) -> str:
 
 def safe_name(text: str) -> str:
     """Return a text as a file name can have it on any system; letters of every script stay."""
+    text = text.encode("utf-8", "replace").decode()  # bytes of a name that are no UTF-8, which OpenCV does not survive
     name = re.sub(r'[\x00-\x1f<>:"/\\|?*]+', "_", text).strip(" ._")
     return name[:100] or "_"
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group, which its default arguments would hold for good
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 

@@ -1,0 +1,1 @@
+"""Tests; each module mirrors the one that it tests."""

@@ -1,0 +1,104 @@
+"""Counted, not timed: what passes between the ranks in an epoch, and how often the host waits for the device.
+
+Rules I2 and I7, and R5, of which the last counts who moves averaged weights.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.counted_epoch import Counted, run_counted
+from tests.runs import flags, make_data
+
+IMAGES, FEWER_IMAGES, BATCH, RANKS = 42, 11, 4, 2
+BATCHES, ACCUMULATE = 11, 2  # the last batch of the epoch is a window of its own
+LOG_POINTS = (9, 10)  # every tenth batch and the last one
+EPOCH = 40  # past the warm-up, which starts with a step at every batch
+COUNTS = ("all_reduce", 9)  # of 3 loss terms on 3 levels
+LOSSES = ("all_reduce", 4)  # 3 losses and their weight
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Counted]]:
+    """What each rank saw, with SyncBN off and on."""
+    folder = tmp_path_factory.mktemp("counts")
+    lines = []
+    for more, images in (("--no-sync-bn", IMAGES), ("--sync-bn", FEWER_IMAGES)):
+        data = make_data(folder / f"data{images}", images)
+        batches = f"--batch {BATCH} --nbs {BATCH * ACCUMULATE} --epochs {EPOCH + 2}"
+        lines.append(flags(data, folder / "runs", f"{batches} {more}"))
+    off, on = run_counted(lines, RANKS, EPOCH, folder, timeout=240)
+    return {"off": off, "on": on}
+
+
+def stepped(rank: Counted) -> list[bool]:
+    """Whether each batch ended with an optimizer step."""
+    steps = [batch.step for batch in rank.batches] + [rank.steps]
+    return [after > before for before, after in zip(steps, steps[1:], strict=False)]
+
+
+def test_windows(counted: dict[str, list[Counted]]) -> None:
+    for rank, batches in [(rank, BATCHES) for rank in counted["off"]] + [(rank, 3) for rank in counted["on"]]:
+        assert stepped(rank) == [k % ACCUMULATE == ACCUMULATE - 1 or k == batches - 1 for k in range(batches)]
+
+
+def test_collectives_of_a_micro_batch(counted: dict[str, list[Counted]]) -> None:
+    """One for the counts; gradients once in a window, one for each bucket; losses at log points; no other.
+
+    ultralytics/yolov5 sends gradients after every micro-batch; ultralytics/ultralytics#24410 has buffers with every
+    forward pass.
+    """
+    for rank in counted["off"]:
+        assert sum(rank.buckets) == rank.parameters
+        assert len(rank.buckets) > 1
+        for k, (batch, step) in enumerate(zip(rank.batches, stepped(rank), strict=True)):
+            expected = [COUNTS] + [("all_reduce", size) for size in rank.buckets] * step
+            expected += [LOSSES] * (k in LOG_POINTS) + [LOSSES] * (k == BATCHES - 1)  # the epoch's own, after the last
+            assert batch.calls == expected, k
+
+
+def test_counts_are_summed_while_the_network_runs(counted: dict[str, list[Counted]]) -> None:
+    """They are sent before the first layer that needs the other ranks."""
+    for rank in counted["on"]:
+        assert all(batch.calls[0] == COUNTS for batch in rank.batches)
+
+
+def test_collectives_with_sync_bn(counted: dict[str, list[Counted]]) -> None:
+    """One more for each layer forward, and one backward; everything else is as without."""
+    for rank in counted["on"]:
+        assert rank.sync_layers == 57
+        for batch, step, last in zip(rank.batches, stepped(rank), (False, False, True), strict=True):
+            others = 1 + len(rank.buckets) * step + 2 * last
+            kinds = [kind for kind, _ in batch.calls]
+            assert kinds.count("all_gather") == rank.sync_layers
+            assert kinds.count("all_reduce") == rank.sync_layers + others
+            assert len(kinds) == 2 * rank.sync_layers + others
+
+
+def test_all_ranks_call_in_the_same_order(counted: dict[str, list[Counted]]) -> None:
+    """LibreYOLO/libreyolo#567, ultralytics/yolov5#3284: no collective on one side only, no one-sided forward pass."""
+    for first, second in counted.values():
+        assert [batch.calls for batch in first.batches] == [batch.calls for batch in second.batches]
+
+
+def test_the_host_does_not_wait_between_log_points(counted: dict[str, list[Counted]]) -> None:
+    """On a GPU every read of a tensor as a number is a wait. Two are there on the CPU only, where there is none.
+
+    `ModelEMA.update` reads its weight once for each step, and SyncBatchNorm (of Gloo) its number of values.
+    """
+    for kind, ranks in counted.items():
+        for rank in ranks:
+            on_cpu = rank.sync_layers if kind == "on" else 0
+            expected = [on_cpu + step for step in stepped(rank)]
+            assert [batch.reads for batch in rank.batches] == expected
+
+
+def test_averaged_weights_live_on_rank_0(counted: dict[str, list[Counted]]) -> None:
+    """R5: elsewhere they stay as they are until rank 0's come; all then have the same (Tencent/YOLO-Master#154)."""
+    for main, other in counted.values():
+        assert main.weights[0] != main.weights[1] == main.weights[2]
+        assert other.weights[0] == other.weights[1] != other.weights[2]
+        assert main.weights[0] == other.weights[0]
+        assert main.weights[2] == other.weights[2]
+        assert main.buffers[2] == other.buffers[2]
+

@@ -1,0 +1,71 @@
+"""The line that follows an epoch: a bar on a terminal, plain lines elsewhere."""
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.common import PROJECT
+from utils import console
+from utils.console import EpochProgress, RunClock
+from utils.shapes import draw_set
+from utils.torch_utils import DistEnv
+
+
+def epoch(batches: int, env: DistEnv, done: int = 0) -> None:
+    """An epoch as the training loop has it, whose losses are the number of micro-batches done."""
+    progress = EpochProgress(4, batches, done, RunClock(10, 4.0), env)
+    for batch in range(done, batches):
+        if progress.advance(16):
+            progress.show([batch + 1.0, 0.0, 0.0], 0.01, 640)
+    progress.close()
+
+
+def test_one_line_an_epoch_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    epoch(35, DistEnv())
+    said = capfd.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith("5/10 100% 35/35, box 35.0000, obj 0.0000, cls 0.0000, lr 0.01, 640 px, ")
+    assert "\r" not in said.err and said.err.endswith(" left\n")
+    epoch(35, DistEnv(rank=1, world_size=2))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_long_epoch_has_lines_in_between(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "PLAIN_EVERY", 0.0)
+    epoch(35, DistEnv(), done=5)
+    shares = [line.split(",")[0] for line in capfd.readouterr().err.splitlines()]
+    assert shares == ["5/10  29% 10/35", "5/10  57% 20/35", "5/10  86% 30/35", "5/10 100% 35/35"]
+
+
+def test_a_bar_on_a_terminal() -> None:
+    code = "from tests.test_console import epoch; from utils.torch_utils import DistEnv; epoch(35, DistEnv())"
+    termios = pytest.importorskip("termios")
+    leader, follower = os.openpty()
+    pytest.importorskip("fcntl").ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
+    with subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT, stderr=follower) as child:
+        os.close(follower)
+        said = b""
+        while more := read(leader):
+            said += more
+    os.close(leader)
+    assert child.returncode == 0, said
+    last = said.decode().replace("\r\n", "\n").rstrip().split("\r")[-1]
+    assert last.count("\n") == 0 and last.startswith("5/10 100%|") and "| 35/35, box 35.0000, " in last, said
+
+
+def read(descriptor: int) -> bytes:
+    """Read from a pseudo-terminal; at its end Linux gives an error."""
+    try:
+        return os.read(descriptor, 10_000)
+    except OSError:
+        return b""
+
+
+def test_the_bar_of_drawn_data_is_for_terminals(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    draw_set(tmp_path / "shapes", {"train": 3}, progress=True)
+    assert capfd.readouterr() == ("", "")

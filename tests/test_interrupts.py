@@ -1,0 +1,101 @@
+"""Ctrl-C at the worst moments: while a process is being forked, where Python drops what a handler raises."""
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.common import PROJECT
+from tests.runs import CHILD_ENVIRONMENT, flags, make_data
+from utils.interrupts import interrupts_held
+
+# A process that presses Ctrl-C itself, in a hook of its fork number FORK.
+AT_FORK = """
+import itertools, os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where this is run in the background
+numbers = itertools.count(1)
+def hook():
+    if next(numbers) == int(os.environ["FORK"]):
+        os.kill(os.getpid(), signal.SIGINT)
+os.register_at_fork(after_in_parent=hook)
+"""
+TRAIN = "runpy.run_path(sys.argv[0], run_name='__main__')"
+SCAN = """
+from utils.dataset import _parallel
+from utils.errors import run_cli
+run_cli(lambda: print(*_parallel(lambda item: item, list(range(8)), 2)))
+"""
+
+
+def interrupted(fork: int, code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    code = f"{AT_FORK}\nsys.argv = {[str(PROJECT / 'train.py'), *arguments]}\n{code}"
+    environment = CHILD_ENVIRONMENT | {"PYTHONPATH": str(PROJECT), "FORK": str(fork)}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+@pytest.mark.parametrize("fork", [1, 2], ids=["training loader", "first validation"])
+def test_while_a_loader_starts(fork: int, tmp_path: Path) -> None:
+    """The run ends, with the status of Ctrl-C; it does not go on as if nothing had happened."""
+    line = flags(make_data(tmp_path / "data"), tmp_path / "runs", "--workers 1 --epochs 2")
+    done = interrupted(fork, TRAIN, *line, cwd=tmp_path)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "stopped by Ctrl-C"), done
+    assert "Exception ignored" not in done.stderr
+    assert not list((tmp_path / "runs/run/weights").iterdir())  # it was stopped before anything was saved
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+@pytest.mark.parametrize("fork", [1, 2])
+def test_while_the_scan_starts(fork: int, tmp_path: Path) -> None:
+    done = interrupted(fork, SCAN, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped by Ctrl-C\n")
+
+
+def test_held_and_let_through() -> None:
+    """Once, when the block is over, to the handler that was there."""
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        with interrupts_held():
+            for _ in range(3):
+                signal.raise_signal(signal.SIGINT)
+            assert seen == []
+        assert seen == [signal.SIGINT]
+        signal.raise_signal(signal.SIGINT)
+        assert seen == [signal.SIGINT] * 2
+        with interrupts_held():
+            pass
+        assert len(seen) == 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_where_nothing_can_be_held() -> None:
+    """In other threads, and where Ctrl-C is ignored."""
+    entered = []
+
+    def enter() -> None:
+        with interrupts_held():
+            entered.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        enter()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert entered == [signal.SIG_IGN, signal.default_int_handler]
