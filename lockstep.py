@@ -18,12 +18,13 @@ import codecs
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, TextIO, overload
+from typing import IO, Any, Literal, NoReturn, TextIO, overload
 
 import numpy as np
 import torch
@@ -32,13 +33,15 @@ import train
 import val
 from models.families import Family, family_of, load_model
 from models.yolo import DetectionModel
-from utils.callbacks import Callback, check_picklable
+from utils.callbacks import Callback, check_callbacks, check_picklable
 from utils.config import ROOT, TrainConfig, ValConfig, build_config, find_yaml, load_yaml
 from utils.errors import USER_ERROR, UserError, await_turn, run_cli
 from utils.flags import given_keywords
+from utils.interrupts import interrupts_held
 from utils.jobs import (
     MISTAKE,
     OUTCOME,
+    Job,
     job_folder,
     load_callbacks,
     read_job,
@@ -47,7 +50,7 @@ from utils.jobs import (
     write_job,
     write_outcome,
 )
-from utils.launch import as_worker, end_with_parent, launch, worker_devices
+from utils.launch import as_worker, end_with_parent, launch, orphaned, worker_devices
 from utils.predictions import Prediction, predict, predict_config
 from utils.torch_utils import (
     ALONE,
@@ -62,6 +65,8 @@ from utils.torch_utils import (
 __all__ = ["YOLO", "Callback", "Results", "TrainingError", "UserError"]
 
 RESULTS = "results.json"
+# How other processes get here; not as a script, for in a worker the caller's may have to be __main__.
+START = ("-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); from lockstep import work; work()")
 PATIENCE = 60  # seconds that an interrupted call waits for its workers
 
 
@@ -159,6 +164,7 @@ class YOLO:
             TrainingError: a worker process failed.
         """
         refuse_to_recurse()
+        check_callbacks(callbacks)
         given = given_keywords(TrainConfig, flags)
         with job_folder() as folder, _settings_kept():
             if not given.get("resume"):
@@ -169,7 +175,8 @@ class YOLO:
             devices = worker_devices(device, env)
             if config and devices:
                 check_picklable(callbacks)
-                results = _in_workers(folder, {**given, **train.for_workers(config, devices)}, callbacks)
+                more = train.for_workers(given, config, resumed, devices)
+                results = _in_workers(folder, {**given, **more}, callbacks)
                 self._load(results.best, ALONE)
                 return results
             with process_group(device, env, given.get("dist_timeout", TrainConfig.dist_timeout)) as env:
@@ -246,8 +253,10 @@ class YOLO:
 
     def _start(self, folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         """Write the weights for a run to start from, and return the flags that name them or the network."""
-        if "weights" in given or self.model is None:
-            return {} if "weights" in given or "cfg" in given else {"cfg": self.cfg}
+        if self.model is None:
+            return {"cfg": self.cfg}
+        if "weights" in given:
+            return {}
         path = folder / self.weights_name
         self.save(path)
         return {"weights": str(path)}
@@ -279,33 +288,42 @@ def _in_workers(folder: Path, given: Mapping[str, Any], callbacks: Sequence[Call
     """Train in worker processes, started by a child of this one: a launcher takes over a process's signals."""
     variables = write_job(folder, given, callbacks)
     shown = _is_real(sys.stdout)
-    child = subprocess.Popen(
-        [sys.executable, str(ROOT / "lockstep.py"), str(folder)],
-        env=os.environ | variables,
-        stdout=None if shown else subprocess.PIPE,
-        stderr=None if shown else subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C reaches it through us: once, also from a notebook
-    )
-    try:
+    with contextlib.ExitStack() as stack:
+        with interrupts_held():
+            child = subprocess.Popen(
+                [sys.executable, *START, str(folder)],
+                env=os.environ | variables,
+                stdout=None if shown else subprocess.PIPE,
+                stderr=None if shown else subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches it through us: once, also from a notebook
+            )
+            stack.callback(_end, child)
         if child.stdout is not None:
             _relay(child.stdout)
         status = child.wait()
-    except KeyboardInterrupt:
-        child.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(PATIENCE)
-        raise
-    finally:
-        if child.poll() is None:
-            child.kill()  # its workers end with it
-            child.wait()
     mistake, outcome = read_outcome(folder, MISTAKE), read_outcome(folder, OUTCOME)
     if mistake:
         raise UserError(mistake["message"], mistake["messages"])
     found = read_outcome(folder, RESULTS)
     if status or found is None:
-        raise TrainingError(outcome["text"] if outcome else f"the launcher of the workers ended with status {status}")
+        text = outcome["text"] if outcome else ""
+        raise TrainingError(text or f"the launcher of the workers ended with status {status}")
     return Results(Path(found["run_dir"]), found["rows"], found["fitness"])
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    """End a launcher and its workers if they still run: as Ctrl-C does, or at once if that is too slow."""
+    try:
+        if child.poll() is None:
+            child.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(PATIENCE)
+    finally:  # a second Ctrl-C comes here without waiting
+        if child.poll() is None:
+            child.kill()  # its workers end with it
+            child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
 
 
 def _is_real(stream: TextIO) -> bool:
@@ -330,6 +348,7 @@ def _settings_kept() -> Iterator[None]:
     variables, python, numpy_state = dict(os.environ), random.getstate(), np.random.get_state()
     torch_state, repeatable = torch.get_rng_state(), torch.are_deterministic_algorithms_enabled()
     warns_only, cudnn = torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.deterministic
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -340,19 +359,20 @@ def _settings_kept() -> Iterator[None]:
         torch.set_rng_state(torch_state)
         torch.use_deterministic_algorithms(repeatable, warn_only=warns_only)
         torch.backends.cudnn.deterministic = cudnn
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
-def main() -> int:
-    """Be the launcher of a job or, as its child, one of its workers."""
+def work() -> NoReturn:
+    """Be the launcher of a job or, as its child, one of its workers: what `START` calls."""
+    run_cli(as_worker(_work))
+
+
+def _work() -> int:
     folder, env = Path(sys.argv[1]), dist_env()
     try:
-        if not env.launched:
-            end_with_parent(signal.SIGTERM)
-            failure = launch([__file__, str(folder)], worker_devices(read_job(folder).given["device"], env))
-            if failure:
-                write_outcome(folder, OUTCOME, {"text": failure.text, "rank": failure.rank})
-            return failure.status if failure else 0
         job = read_job(folder)
+        if not env.launched:
+            return _launch(folder, job, env)
         callbacks = load_callbacks(job)
         config, resumed = train.settings(job.given, env)
         with process_group(job.given["device"], env, job.given.get("dist_timeout", TrainConfig.dist_timeout)) as env:
@@ -367,5 +387,15 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
-    run_cli(as_worker(main))
+def _launch(folder: Path, job: Job, env: DistEnv) -> int:
+    """Start the workers of a job and return the exit status; without its caller all end, and the folder is removed."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until the launcher has its own handler
+    try:
+        end_with_parent(signal.SIGTERM, job.caller)
+        failure = launch([*START, str(folder)], worker_devices(job.given["device"], env), folder)
+        if failure:
+            write_outcome(folder, OUTCOME, {"text": failure.text})
+        return failure.status if failure else 0
+    finally:
+        if orphaned(job.caller):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 import val
-from models.start import choose_sync_bn
+from models.start import check_launchable, choose_sync_bn
 from models.yolo import load_state
 from utils.autobatch import AUTOMATIC, automatic_batch
 from utils.callbacks import Callback, Callbacks, CheckpointSaved, check_callbacks
@@ -72,7 +72,7 @@ from utils.run_folder import (
     prepare_weights_dir,
     write_description,
 )
-from utils.run_state import Run, TrainState, load_run_state, save
+from utils.run_state import Run, TrainState, load_run_state, resumable, save
 from utils.seeds import seed_everything
 from utils.steps import MAX_GRAD_NORM, BufferSnapshot, guarded_step
 from utils.sync_bn import average_statistics, convert_sync_bn
@@ -128,7 +128,7 @@ def train(
     """
     log = get_logger()
     run = set_up(config, env, resumed, callbacks)
-    with run.callbacks, contextlib.ExitStack() as stack:
+    with resumable(run), run.callbacks, contextlib.ExitStack() as stack:
         stack.enter_context(run.plots)
         train_batches, val_batches = open_loaders(run, stack)
         log.info(header(run))
@@ -421,13 +421,20 @@ def resume(given: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, Any]]:
         UserError: no such run, flags that differ and may not, or a run that is finished.
     """
     named = "" if given["resume"] is True else given["resume"]
-    for run_dir, newest in find_resumable(named, given.get("project", TrainConfig.project)):  # noqa: B007
+    project = given.get("project", TrainConfig.project)
+    runs = find_resumable(named, project)
+    for run_dir, newest in runs:  # noqa: B007
         saved, path = load_newest(newest)
         if "optimizer" not in saved:
             raise UserError(f"--resume {path}: weights for use, not to go on from; name a last.pt, or use --weights")
         finished = saved["state"]["epoch"] >= saved["config"]["epochs"] or saved["state"]["stopped"]
         if named or not finished:
             break
+    if finished and not named:
+        raise UserError(
+            f"--resume: no run under {project} is unfinished, the newest is {runs[0][0]}; start a new one, for example "
+            f"with --weights {runs[0][0] / 'weights' / 'best.pt'}"
+        )
     if finished:
         why = "stopped early" if saved["state"]["stopped"] else "all its epochs are done"
         raise UserError(f"--resume {run_dir}: nothing is left to resume, {why}; start a new run with --weights {path}")
@@ -436,8 +443,9 @@ def resume(given: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, Any]]:
     flags = [name for name in wanted if getattr(typed, name) != saved["config"].get(name)]
     if flags:
         shown = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(flags))
+        differ, them = ("differ", "them") if len(flags) > 1 else ("differs", "it")
         raise UserError(
-            f"--resume {run_dir}: {shown} differ from the run's own, in {run_dir / 'opt.yaml'}; leave them out"
+            f"--resume {run_dir}: {shown} {differ} from the run's own, in {run_dir / 'opt.yaml'}; leave {them} out"
         )
     get_logger().info(f"resuming from {path}")
     saved["run_dir"] = str(run_dir)  # where it is now, not where it was
@@ -456,16 +464,26 @@ def settings(given: Mapping[str, Any], env: DistEnv) -> tuple[TrainConfig | None
     return (None, None) if env.launched else resume(given)
 
 
-def for_workers(config: TrainConfig, devices: Sequence[torch.device]) -> dict[str, Any]:
+def for_workers(
+    given: Mapping[str, Any], config: TrainConfig, resumed: Mapping[str, Any] | None, devices: Sequence[torch.device]
+) -> dict[str, Any]:
     """Return flags that several workers are to be given besides those that were typed.
 
+    Args:
+        given: flags that were typed.
+        config: of `settings`.
+        resumed: of `settings`.
+        devices: one for each worker.
+
     Raises:
-        UserError: the batch is not a multiple of the devices.
+        UserError: the batch is not a multiple of the devices, or the network's family needs another launcher.
     """
     batch = config.batch_size
+    if batch != AUTOMATIC:
+        split_global_batch(batch, len(devices), config.nbs)
+    check_launchable(config, resumed, len(devices))
     if batch == AUTOMATIC:
-        batch = automatic_batch(config, devices[0], len(devices))
-    split_global_batch(batch, len(devices), config.nbs)
+        batch = automatic_batch(config, given, devices[0], len(devices))
     return {"device": config.device, "batch_size": batch}
 
 
@@ -488,7 +506,7 @@ def begin(
     if config is None:
         config, resumed = once(lambda: resume(given), env)
     if config.batch_size == AUTOMATIC:
-        batch = once(functools.partial(automatic_batch, config, env.device, env.world_size), env)
+        batch = once(functools.partial(automatic_batch, config, given, env.device, env.world_size), env)
         config = dataclasses.replace(config, batch_size=batch)
     return train(config, env, resumed, callbacks)
 
@@ -501,7 +519,7 @@ def main(argv: list[str] | None = None) -> int:
     device = config.device if config else given.get("device", "")
     devices = worker_devices(device, env)
     if config and devices:
-        more = for_workers(config, devices)
+        more = for_workers(given, config, resumed, devices)
         return say(launch([__file__, *argv, "--device", device, "--batch-size", str(more["batch_size"])], devices))
     with process_group(device, env, given.get("dist_timeout", TrainConfig.dist_timeout)) as env:
         begin(given, config, resumed, env)

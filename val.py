@@ -49,7 +49,7 @@ from utils.torch_utils import DistEnv, dist_env, gather_objects, once, process_g
 from utils.val_files import (
     annotations_of,
     coco_results,
-    image_id,
+    image_ids,
     score_with_coco,
     write_json,
     write_labels,
@@ -132,7 +132,8 @@ def evaluate(
     assert criterion is None or not augment, "augmented predictions have no raw outputs to take a loss of"
     model.eval()
     results = []
-    progress = tqdm(loader, description, len(loader), leave=False, disable=not env.is_main_process, unit="batch")
+    quiet = None if env.is_main_process else True  # None: on a terminal only
+    progress = tqdm(loader, description, len(loader), leave=False, disable=quiet, unit="batch")
     for batch in progress:
         start = _now(env.device)
         images = family.inputs.prepare(batch.images.to(env.device, non_blocking=True))
@@ -284,8 +285,8 @@ def _write(config: ValConfig, run_dir: Path, data: DataConfig, index: LabelIndex
         write_predictions(run_dir, found)
         annotations = annotations_of(data, config.split)
         if annotations is not None:
-            ids = [image_id(index.path(image.index)) for image in evaluation.images]
-            score_with_coco(annotations, found, ids, log)
+            ids = image_ids(index)
+            score_with_coco(annotations, found, [ids[image.index] for image in evaluation.images], log)
     if not config.noplots:
         with Plots(run_dir, data.names) as plots:
             plots.add_evaluation(evaluation.metrics, evaluation.images, index)

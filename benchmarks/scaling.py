@@ -12,9 +12,10 @@ Each rank does the same work in all of them: the training loop of train.py with 
 as many images a batch, each batch an optimizer step, which is the hardest case for the exchange of gradients. The first
 batches of a round do not count. The images are copied first, so that nothing is left beside the originals.
 
-The answers are medians over the rounds, with their range. A ratio of 1 is a second rank that costs nothing; the share
-of waiting is the time that a rank's main thread spends in collectives. Then come the seconds that one rank and two take
-from the command to the first batch, to scan label files (without a cache file) and to validate.
+The answers are medians over the rounds, with their range. A ratio of 1 is a second rank that costs nothing. The share of
+waiting is the time that a rank's main thread spends in collectives; the ratios of CPU time tell what is computed besides.
+Then come the seconds that one rank and two take from the command to the first batch, to scan label files (without a
+cache file) and to validate.
 """
 
 import argparse
@@ -163,6 +164,7 @@ class Group:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    start_new_session=True,  # as the launcher's ranks have: systems share out cores by session
                 )
             try:
                 self._connect(server, ranks, start + START_TIMEOUT)
@@ -326,6 +328,11 @@ def rate(said: Sequence[Figures]) -> float:
     return sum(rank["images"] / rank["seconds"] for rank in said)
 
 
+def effort(said: Sequence[Figures]) -> float:
+    """CPU time of an image, seconds; other programs hardly change it."""
+    return sum(rank["computing"] for rank in said) / sum(rank["images"] for rank in said)
+
+
 def share(said: Sequence[Figures], what: str) -> float:
     """Part of the ranks' seconds."""
     return sum(rank[what] for rank in said) / sum(rank["seconds"] for rank in said)
@@ -345,6 +352,10 @@ def summarize(figures: Figures) -> dict[str, dict[str, float]]:
         ratios = [a / b for a, b in zip(rates[name], rates[SIDE_BY_SIDE], strict=True)]
         rows[f"{name} / {SIDE_BY_SIDE}"] = spread(ratios)
     rows[f"{TWO_RANKS} / {SIDE_BY_SIDE}"]["limit"] = LIMIT
+    efforts = {name: [effort(said[name]) for said in rounds] for name in rates}
+    for name in (TWO_RANKS, SYNC_BN):
+        ratios = [a / b for a, b in zip(efforts[name], efforts[SIDE_BY_SIDE], strict=True)]
+        rows[f"{name} / {SIDE_BY_SIDE}, CPU time"] = spread(ratios)
     for name in (TWO_RANKS, SYNC_BN):
         rows[f"{name}, waiting"] = spread([share(said[name], "waiting") for said in rounds])
     rows[f"{SIDE_BY_SIDE}, on the core"] = spread([share(said[SIDE_BY_SIDE], "computing") for said in rounds])
@@ -357,12 +368,12 @@ def summarize(figures: Figures) -> dict[str, dict[str, float]]:
 
 def report(rows: Mapping[str, Mapping[str, float]]) -> None:
     """Print a table of the answers."""
-    print(f"{'':<32}{'median':>9}   range")
+    print(f"{'':<36}{'median':>9}   range")
     for name, row in rows.items():
         verdict = ""
         if "limit" in row:
             verdict = f"   {'within' if row['median'] >= row['limit'] else 'UNDER'} the limit of {row['limit']}"
-        print(f"{name:<32}{row['median']:9.3f}   {row['low']:.3f} to {row['high']:.3f}{verdict}")
+        print(f"{name:<36}{row['median']:9.3f}   {row['low']:.3f} to {row['high']:.3f}{verdict}")
     busy = rows[f"{SIDE_BY_SIDE}, on the core"]["median"]
     if busy < BUSY:
         print(f"WARNING: the runs had {busy:.0%} of their cores' time: other programs were running, so measure again")

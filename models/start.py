@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from models.families import Family, weights_of
+from models.families import Family, family_of, load_weights, weights_of
 from models.yolo import DetectionModel, load_state
-from utils.config import find_yaml, load_yaml
+from utils.config import TrainConfig, find_yaml, load_yaml
 from utils.errors import UserError
 from utils.logging import get_logger
-from utils.torch_utils import BatchPlan
+from utils.torch_utils import ALONE, BatchPlan
 
 SMALL_BATCH = 16  # images, below which BatchNorm's statistics get noisy
 
@@ -90,6 +91,33 @@ def freeze(raw_model: DetectionModel, layers: Sequence[int]) -> None:
         raw_model.model[layer].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in raw_model.parameters()):
         raise UserError(f"--freeze {typed} leaves nothing to train")
+
+
+def check_launchable(config: TrainConfig, resumed: Mapping[str, Any] | None, devices: int) -> None:
+    """Refuse several devices for a family whose workers can't be started by train.py or `YOLO.train` themselves.
+
+    Args:
+        config: every flag. What is wrong with its network is left to whoever reads that, with all else that is wrong.
+        resumed: checkpoint of the run to go on with.
+        devices: that were named.
+
+    Raises:
+        UserError: shows how else they are started.
+    """
+    try:
+        weights = load_weights(Path(config.weights), ALONE) if config.weights and not config.cfg else None
+        spec = network_spec(config.cfg, config.weights, weights) if resumed is None else resumed["spec"]
+        family = family_of(spec)
+    except UserError:
+        return
+    if not family.launchable:
+        launcher = f"python -m torch.distributed.run --nproc_per_node {devices}"
+        raise UserError(
+            f"--device {config.device} names {devices} devices, but no workers can be started for networks of the "
+            f"family {family.name} from here; start them with a launcher, on the command line or from Python:\n"
+            f"  {launcher} train.py ...\n"
+            f"  {launcher} my_script.py    which calls YOLO(...).train(...) without a device"
+        )
 
 
 def choose_sync_bn(wanted: bool | None, family: Family, raw_model: DetectionModel, plan: BatchPlan) -> bool:

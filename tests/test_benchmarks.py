@@ -107,6 +107,8 @@ def test_answers(capsys: pytest.CaptureFixture[str]) -> None:
     # Ratios are of the same round: those of the medians would be 25 / 50.
     assert rows["two ranks / side by side"] == {"median": 0.8, "low": 0.5, "high": 1.0, "limit": 0.9}
     assert rows["SyncBN / side by side"] == {"median": 0.5, "low": 0.5, "high": 0.5}
+    # All images took 0.85 of the seconds: 8, 16, 8 for SyncBN against 4, 8, 4.
+    assert rows["SyncBN / side by side, CPU time"] == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert rows["SyncBN, waiting"]["median"] == pytest.approx(0.1)
     assert rows["side by side, on the core"]["median"] == pytest.approx(0.85)
     assert rows["scan, s, 2 ranks"]["median"] == 2.0  # the slower one

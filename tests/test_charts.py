@@ -131,6 +131,7 @@ def test_curves_say_their_values() -> None:
     np.testing.assert_allclose(points(mean)[:, 1], curves(2).mean(0))
     assert mean.get_linewidth() > 1.5 * lines[0].get_linewidth()
     assert (points(marker)[:, 0] == 0.25).all()
+    assert figure.axes[0].texts[0].get_text() == "best mean F1, smoothed"  # where the mean as drawn need not be best
     assert legend_of(pr_chart(["a", "b"], curves(2), np.array([0.5, 0.25]))) == ["a 0.500", "b 0.250", "mean 0.375"]
 
 
@@ -155,12 +156,22 @@ def test_without_labels() -> None:
     rendered(labels_chart(["a"], np.zeros(1, int), np.zeros((0, 4)), np.zeros(0), np.zeros(0, int)))
 
 
+def test_counts_begin_at_zero() -> None:
+    """Also where all places have as many labels: a color stands for a whole number."""
+    boxes = np.array([[0.1, 0.1, 0.25, 0.25], [0.5, 0.5, 0.35, 0.35], [0.9, 0.2, 0.35, 0.35]])
+    figure = rendered(labels_chart(["a"], np.array([3]), boxes, np.zeros(3), np.ones(3, int)))
+    bars = [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
+    assert [axes.get_ylim() for axes in bars] == [(0, 1), (0, 2)]
+    assert all(tick == round(tick) for axes in bars for tick in axes.get_yticks())
+
+
 def test_without_detections() -> None:
-    """All misses: the background row holds everything."""
+    """All misses: the background row holds everything, and lines along 0 are seen."""
     counts = np.array([[0, 0, 0], [0, 0, 0], [4, 6, 0]])
     cells = [text.get_text() for text in confusion_chart(["a", "b"], counts).axes[0].texts]
     assert cells == ["1.00\n4", "1.00\n6"]
-    rendered(pr_chart(["a"], np.zeros((1, 1000)), np.zeros(1)))
+    figure = rendered(pr_chart(["a"], np.zeros((1, 1000)), np.zeros(1)))
+    assert figure.axes[0].get_ylim()[0] < 0 and figure.axes[0].get_ylim()[1] > 1
 
 
 def test_confusion_columns_are_shares_of_the_true_class() -> None:
@@ -214,6 +225,23 @@ def test_short_results(tmp_path: Path, epochs: int) -> None:
     columns |= {("learning rate", "lr0"): 11, ("learning rate", "lr1"): 12, ("learning rate", "lr2"): 13}
     assert shown == {key: [[epoch, column * epoch] for epoch in range(epochs)] for key, column in columns.items()}
     check_texts(figure)
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 8])
+@pytest.mark.parametrize("value", [0.0, 0.4])
+def test_axes_of_results(tmp_path: Path, epochs: int, value: float) -> None:
+    """Epochs are whole numbers; figures of a validation are told from 0 on, which a line of zeros does not hide."""
+    row = ",".join(["", *[str(value)] * (len(COLUMNS) - 1)])
+    path = tmp_path / "results.csv"
+    path.write_text("\n".join([",".join(COLUMNS), *(f"{epoch}{row}" for epoch in range(epochs))]) + "\n")
+    figure = rendered(results_chart(str(path), 0))
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
+        assert ticks and all(tick == round(tick) for tick in ticks) and (epochs > 1 or ticks == [0])
+    for axes in figure.axes[3:7]:
+        bottom, top = axes.get_ylim()
+        assert -0.05 * top < bottom < 0 and top == pytest.approx(1.05 * (value or 1))
 
 
 def test_results_that_are_being_written(tmp_path: Path) -> None:

@@ -146,12 +146,12 @@ def test_the_local_rank_of_old_launchers_is_ignored(line: str) -> None:
         ("--size 64", "--size is not a flag; did you mean --img-size?"),
         ("--hpy x.yaml", "--hpy is not a flag; did you mean --hyp?"),
         ("cat.jpg", "'cat.jpg' belongs to no flag"),
-        ("--epochs 0", "--epochs must be at least 1, not 0"),
+        ("--epochs 0", "--epochs must be at least 1 or -1, not 0"),
         ("--epochs ten", "--epochs takes a whole number, not 'ten'"),
         ("--epochs 1.5", "--epochs takes a whole number, not '1.5'"),
         ("--epochs", "--epochs: expected one argument"),
-        ("--batch-size 0", "--batch-size must be at least 1, not 0"),
-        ("--batch -2", "--batch-size must be at least 1, not -2"),
+        ("--batch-size 0", "--batch-size must be at least 1 or -1, not 0"),
+        ("--batch -2", "--batch-size must be at least 1 or -1, not -2"),
         ("--imgsz 31", "--imgsz must be at least 32, not 31"),
         ("--workers -1", "--workers must be at least 0, not -1"),
         ("--patience -1", "--patience must be at least 0, not -1"),
@@ -191,8 +191,6 @@ def test_mistakes_in_flags(line: str, words: str) -> None:
         "--upload_dataset val",
         "--bbox_interval 1",
         "--cache val",
-        "--batch-size -1",
-        "--batch=-1",
     ],
 )
 def test_features_of_later_are_never_ignored(line: str) -> None:
@@ -487,6 +485,7 @@ def test_problems_of_several_attempts() -> None:
     [
         ("raise UserError('--x is wrong')", 2, "error: --x is wrong\n"),
         ("raise KeyboardInterrupt", 130, "stopped by Ctrl-C\n"),
+        ("raise KeyboardInterrupt('go on with: x')", 130, "stopped by Ctrl-C\ngo on with: x\n"),
         ("return 7", 7, ""),
         ("return None", 0, ""),
     ],

@@ -120,7 +120,13 @@ def test_bad_classes_are_one_error(tmp_path: Path, split: str) -> None:
     with pytest.raises(UserError, match=r"from 0 to 1; correct them or the names in the data YAML") as caught:
         build_index([images], 2, split=split)
     text = str(caught.value)
-    for part in ("00000.txt:1: 2", "00002.txt:2: 0.5", "00002.txt:3: -1", "2 label files"):
+    said = "class id outside the names of the data YAML"
+    for part in (
+        f"00000.txt:1: {said} (2)",
+        f"00002.txt:2: {said} (0.5)",
+        f"00002.txt:3: {said} (-1)",
+        "2 label files",
+    ):
         assert part in text
     assert "00001.txt" not in text
     assert not (tmp_path / ".lockstep").exists()
@@ -177,7 +183,7 @@ def test_report(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     )
     details = index.report.details(2)
     assert details[0] == "3 x row repeated, kept once"
-    assert details[1].startswith(f"{tmp_path}/labels/train/00000.txt:2: 0: row repeated")
+    assert details[1].startswith(f"{tmp_path}/labels/train/00000.txt:2: row repeated, kept once (0)")
     assert details[-1] == "... and 1 more"
     assert "4 of 5 images in train HAVE NO LABELS" in log.text
     first = log.text

@@ -251,18 +251,22 @@ def test_odd_images(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux only")
-def test_names_that_are_no_text(weights: Path, tmp_path: Path) -> None:
-    """Names in Latin-1, as old disks have them; the table has their bytes."""
+def test_names_that_are_no_text(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names in Latin-1, as old disks have them: OpenCV would end the process. The table has their bytes."""
     folder = os.fsencode(tmp_path / "odd")
     write(tmp_path / "odd/a.png", picture(90, 64, 64))
     make_video(tmp_path / "odd/b.avi", 2)
     os.rename(folder + b"/a.png", folder + b"/caf\xe9.png")
     os.rename(folder + b"/b.avi", folder + b"/caf\xe9.avi")
     run_dir = run(weights, tmp_path / "odd", "--save-csv", "--save-txt", "--save-crop", "--max-det", "1")
-    assert {path.name for path in run_dir.glob("*.*")} == {"caf_.mp4", "caf_-2.png", "predictions.csv"}
-    assert len(read_video(run_dir / "caf_.mp4")[0]) == 2
-    rows = (run_dir / "predictions.csv").read_bytes().splitlines()
-    assert [row.rpartition(b"/")[2] for row in rows[1:]] == [b"caf\xe9.avi", b"caf\xe9.avi", b"caf\xe9.png"]
+    assert {path.name for path in run_dir.glob("*.*")} == {"caf-2.png", "predictions.csv"}
+    assert len(list(run_dir.glob("labels/caf-2.txt"))) == len(list(run_dir.glob("crops/*/caf-2.jpg"))) == 1
+    (row,) = (run_dir / "predictions.csv").read_bytes().splitlines()[1:]
+    assert row.startswith(b"caf-2.png,") and row.endswith(b"/odd/caf\xe9.png")
+    said = capsys.readouterr().out
+    assert r"caf\udce9.avi: its name is not UTF-8, which OpenCV can't open; left out" in said
+    with pytest.raises(UserError, match=r"^--source: http://h/\udce9 is not UTF-8$"):
+        run(weights, "http://h/\udce9")
 
 
 def test_same_names_do_not_overwrite_each_other(weights: Path, tmp_path: Path) -> None:

@@ -127,15 +127,18 @@ def small(data: Path, *more: object) -> list[object]:
     ("arguments", "words"),
     [
         ("--epoch 3", ["--epoch is not a flag; did you mean --epochs?"]),
-        ("--img 16 --batch 0", ["--imgsz must be at least 32, not 16", "--batch-size must be at least 1, not 0"]),
-        ("--batch -5", ["--batch-size must be at least 1, not -5"]),
+        ("--img 16 --batch 0", ["--imgsz must be at least 32, not 16", "--batch-size must be at least 1 or -1, not 0"]),
+        ("--batch -5", ["--batch-size must be at least 1 or -1, not -5"]),
         (
             "--batch many --workers -1",
             ["--batch-size takes a whole number, not 'many'", "--workers must be at least 0"],
         ),
         ("--optimizer Adm", ["--optimizer is one of SGD, Adam, AdamW, not 'Adm'; did you mean Adam?"]),
         ("--device 7", ["--device", "asks for cuda:7, which this machine does not have; here are: cpu"]),
-        ("--device gpu --data x.yaml", ["--device", "gpu", "is not a device or a list of CUDA devices; here are: cpu"]),
+        (
+            "--device gpu --data x.yaml",
+            ["--device", "gpu", "is not a device or a list of CUDA devices", "; here are: cpu"],
+        ),
         ("--data shape", ["--data shape: there is no such file; did you mean shapes.yaml?"]),
         ("--cfg yolo5n --hyp scratch-lo", ["did you mean yolov5n.yaml?", "--hyp scratch-lo: there is no such file"]),
         ("--weights best.pt", ["--weights best.pt is not there"]),
@@ -223,10 +226,10 @@ def test_class_ids_of_all_splits_at_once(cwd: Path) -> None:
     words = (
         "2 problems",
         "- train: class ids in 1 label files are not whole numbers from 0 to 1; correct them or the names",
-        f"{labels}/train/1.txt:1: 2",
+        f"{labels}/train/1.txt:1: class id outside the names of the data YAML (2)",
         "- val: class ids in 1 label files",
-        f"{labels}/val/0.txt:2: 1.5",
-        f"{labels}/val/0.txt:3: -1",
+        f"{labels}/val/0.txt:2: class id outside the names of the data YAML (1.5)",
+        f"{labels}/val/0.txt:3: class id outside the names of the data YAML (-1)",
     )
     assert_clear(call("train.py", *small(data), cwd=cwd), *words, left=cwd)
     assert sorted(path.name for path in data.parent.iterdir()) == ["data.yaml", "images", "labels"]

@@ -82,7 +82,8 @@ def test_labels_without_image(tmp_path: Path) -> None:
     assert [problem.file for problem in found] == [
         f"{tmp_path}/labels/{name}.txt" for name in ("a", "gone", "sub/listed")
     ]
-    assert {problem.rule for problem in found} == {"labels without an image, not used"}
+    assert {problem.rule for problem in found} == {"label file without an image, not used"}
+    assert str(found[0]) == f"{found[0].file}: label file without an image, not used"
 
 
 def test_labels_beside_their_images(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 
@@ -53,6 +54,38 @@ def test_while_a_loader_starts(fork: int, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "stopped by Ctrl-C"), done
     assert "Exception ignored" not in done.stderr
     assert not list((tmp_path / "runs/run/weights").iterdir())  # it was stopped before anything was saved
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_stopped_run_says_how_to_go_on(epochs: int, tmp_path: Path) -> None:
+    """In the second epoch, when something is saved; not in the last validation, when nothing is left to train."""
+    code = """
+        import signal, sys
+        import train
+        from utils.errors import run_cli
+        step = {"1": "finish", "2": "train_epoch"}[sys.argv[1]]
+        before = getattr(train, step)
+        def interrupted(run, *arguments):
+            if run.state.epoch == 1:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.raise_signal(signal.SIGINT)
+            return before(run, *arguments)
+        setattr(train, step, interrupted)
+        run_cli(lambda: train.main(sys.argv[2:]))
+    """
+    line = flags(make_data(tmp_path / "data"), tmp_path / "my runs", f"--epochs {epochs}")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(epochs), *line],
+        cwd=PROJECT,
+        env=CHILD_ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 130, done
+    said = done.stderr.splitlines()[done.stderr.splitlines().index("stopped by Ctrl-C") :]
+    assert said[1:] == [f"go on with: python train.py --resume '{tmp_path}/my runs/run'"] * (epochs - 1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")

@@ -114,7 +114,7 @@ def findings(messy: Path) -> list[tuple[str, str, str, str]]:
     """File, line, value and (start of the) rule that the report of `messy` lists, in its order."""
     root = messy.parent
     rows = [(f"{root}/labels/{name}.txt", *found) for name in LABELS for found in LABELS[name][2]]
-    rows += [(f"{root}/labels/{name}.txt", 0, "no image", "labels without an image") for name in ("alone", "lone")]
+    rows += [(f"{root}/labels/{name}.txt", 0, "", "label file without an image") for name in ("alone", "lone")]
     return [(file, str(line), value, rule) for file, line, value, rule in sorted(rows, key=lambda row: row[:2])]
 
 
@@ -163,8 +163,8 @@ def test_the_report_of_a_training(messy: Path, cwd: Path) -> None:
     )
     assert f"WARNING: 6 x {FAR}\n" in done.out
     assert f"WARNING: 6 x {CLIPPED}\n" in done.out
-    file, line, value, _ = want[2]
-    assert f"{file}:{line}: {value}: " in done.out or f"{file}: {value}" in done.out
+    file, line, value, rule = want[2]
+    assert f"WARNING: {file}:{line}: {rule}" in done.out and f" ({value})\n" in done.out
     assert f"... and {count - 10} more" in done.out
     run_dir = cwd / "runs/train/exp"
     assert f"every problem of the data is listed in {run_dir.relative_to(cwd)}/data_report.csv" in done.out

@@ -1,6 +1,8 @@
 """The log, results.csv, and meters that stay on the device."""
 
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
+from tests.common import PROJECT
 from utils.logging import CsvLog, DeviceMeter, get_logger
 
 COLUMNS = ("epoch", "train/box_loss", "metrics/mAP_0.5:0.95")

@@ -235,6 +235,7 @@ class TestSummary:
         assert first.split() == ["all", "87", "1137", "0.806", "0.877", "0.860", "0.523"]
         assert len(header) == len(first) == len(second)
         assert second.startswith("x" * 30 + " ")
+        assert format_table([rows[0]._replace(name="two\nlines")]).splitlines()[1].lstrip().startswith("two lines  ")
 
     def test_nothing_to_score(self) -> None:
         metrics = summarize_images([ImageResult(detection_rows(), label_rows())], ["a", "b"])

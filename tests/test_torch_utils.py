@@ -102,8 +102,9 @@ def test_automatic_device(flag: str, cuda_count: int, has_mps: int, expected: st
 )
 def test_wrong_device_flags(flag: str | int | list[str | int]) -> None:
     """One error each, and it names what exists."""
-    with pytest.raises(UserError, match=r"--device .*; here are: cuda:0, cuda:1, cpu$"):
+    with pytest.raises(UserError, match=r"--device .*; here are: cuda:0, cuda:1, cpu$") as info:
         parse_device(flag, cuda_count=2, has_mps=False)
+    assert ("(a GPU is named by its number, as 0 or cuda:0)" in str(info.value)) == (flag in ("cuda", "gpu"))
 
 
 def test_all_without_a_gpu() -> None:

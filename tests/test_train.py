@@ -245,7 +245,11 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
 
 def test_a_finished_run_is_not_resumed(whole: Finished, tmp_path: Path) -> None:
     assert "nothing is left to resume, all its epochs are done" in mistake("--resume", whole.run_dir)
-    assert str(whole.run_dir) in mistake("--resume", "--project", whole.run_dir.parent)
+    project = whole.run_dir.parent
+    bare = mistake("--resume", "--project", project)
+    assert bare.startswith(
+        f"--resume: no run under {project} is unfinished, the newest is {whole.run_dir}; start a new"
+    )
     assert "weights for use" in mistake("--resume", whole.weights / "best.pt")
     assert "no weights/last.pt there" in mistake("--resume", tmp_path)
     assert "no run with weights/last.pt" in mistake("--resume", "--project", tmp_path)
@@ -255,6 +259,7 @@ def test_resume_keeps_its_settings(stopped: Path, data: Path) -> None:
     message = mistake("--resume", stopped, "--batch", 2, "--epochs", 5, "--data", data)
     assert "--batch-size, --epochs differ from the run's own" in message
     assert "--data" not in message
+    assert "--batch-size differs from the run's own" in mistake("--resume", stopped, "--batch", 2)
 
 
 def test_resume_on_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,6 +190,36 @@ def test_ids() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("paths", "ids"),
+    [
+        (["/d/000007.jpg", "/d/12.png", "/d/x/y.jpg"], [7, 12, "y"]),
+        (["/d/a/x.jpg", "/d/b/x.jpg", "/d/b/7.jpg"], ["a/x.jpg", "b/x.jpg", "b/7.jpg"]),
+        (["/d/x.jpg", "/d/x.png"], ["x.jpg", "x.png"]),
+        (["/d/a/7.jpg", "/d/a/007.jpg"], ["7.jpg", "007.jpg"]),  # one number
+    ],
+)
+def test_every_image_has_an_id_of_its_own(
+    paths: list[str], ids: list[int | str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """COCO's, by which its code finds annotations, as long as these tell the images apart; else a loud warning."""
+
+    class Index:
+        def __len__(self) -> int:
+            return len(paths)
+
+        def path(self, i: int) -> str:
+            return paths[i]
+
+    box = np.array([[0, 0, 100, 50, 0.5, 1]], np.float32)
+    images = [ImageResult(0, i, box, np.zeros((0, 5), np.float32)) for i in range(len(paths))]
+    found = val_files.coco_results(images[::-1], Index(), ["a", "b"])  # type: ignore[arg-type]
+    assert [one["image_id"] for one in found] == val_files.image_ids(Index()) == ids  # type: ignore[arg-type]
+    said = capsys.readouterr().out
+    assert said.startswith("WARNING: predictions.json: some images have the same name") == ("." in str(ids))
+    assert f"such as {ids[0]}, and COCO's code CAN'T SCORE that" in said or not said
+
+
 def test_images_of_the_same_name(tmp_path: Path) -> None:
     """The second one's file has a number; without detections there is none, also none of an earlier run."""
 

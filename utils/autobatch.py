@@ -8,7 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -43,26 +43,69 @@ class Measurement(NamedTuple):
     free: int
 
 
-def automatic_batch(config: TrainConfig, device: torch.device, world_size: int) -> int:
+class Meter(Protocol):
+    """Tells of a device's memory, in bytes."""
+
+    def free(self) -> int:
+        """Return what nobody uses."""
+
+    def reset(self) -> None:
+        """Give back what is held in reserve, and look for a peak from here on."""
+
+    def peak(self) -> int:
+        """Return the most that this process held since `reset`."""
+
+
+class CudaMeter:
+    """The memory of a CUDA device, with what PyTorch holds in reserve."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def free(self) -> int:
+        """Return what no process uses."""
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def reset(self) -> None:
+        """Empty the cache."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        """Wait for the device, and return the most that was reserved."""
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_reserved(self.device)
+
+
+def automatic_batch(
+    config: TrainConfig,
+    given: Mapping[str, Any],
+    device: torch.device,
+    world_size: int,
+    measured_by: Callable[[TrainConfig, torch.device], Measurement] | None = None,
+) -> int:
     """Return a global batch for ``--batch-size -1``, a multiple of the ranks, and say how it came about.
 
     Args:
-        config: every flag; ``--nbs``, where it is not its default, caps the global batch.
+        config: every flag; ``--nbs`` caps the global batch where it was typed, or is not its default.
+        given: flags that were typed.
         device: of the first rank; the others are taken to be like it.
         world_size: ranks.
+        measured_by: asks a CUDA device; None is `measure_apart`.
 
     Raises:
         UserError: not even one image fits, or the flags are wrong.
     """
+    cap = config.nbs if "nbs" in given or config.nbs != TrainConfig.nbs else None
     if device.type != "cuda":
-        batch = capped(CPU_BATCH, world_size, config)
+        batch = capped(CPU_BATCH, world_size, cap)
         get_logger().info(
             f"batch       --batch-size -1 on {device.type} is not measured: {batch} images over all ranks"
         )
         return batch
-    measured = measure_apart(config, device)
+    measured = (measured_by or measure_apart)(config, device)
     local = largest_batch(measured)
-    batch = capped(local * world_size, world_size, config)
+    batch = capped(local * world_size, world_size, cap)
     get_logger().info(
         f"batch       --batch-size -1: {local} images fit into {SHARE:.0%} of the {measured.free / 2**30:.1f} GiB free "
         f"on {device}; {batch} images over {world_size} rank{'s' * (world_size > 1)}"
@@ -70,10 +113,9 @@ def automatic_batch(config: TrainConfig, device: torch.device, world_size: int) 
     return batch
 
 
-def capped(batch: int, world_size: int, config: TrainConfig) -> int:
-    """Round a global batch down to a multiple of the ranks, at least one image each, and no more than a typed nbs."""
-    if config.nbs != TrainConfig.nbs:
-        batch = min(batch, config.nbs)
+def capped(batch: int, world_size: int, cap: int | None) -> int:
+    """Round a global batch, no more than the cap, down to a multiple of the ranks; at least one image each."""
+    batch = batch if cap is None else min(batch, cap)
     return max(batch // world_size, 1) * world_size
 
 
@@ -120,27 +162,39 @@ def measure(step: Callable[[int], int], sizes: tuple[int, ...] = SIZES) -> dict[
 
 
 def measure_apart(config: TrainConfig, device: torch.device) -> Measurement:
-    """Measure in a process of its own."""
+    """Measure in a process of its own.
+
+    Raises:
+        UserError: the flags are wrong, or the process fails.
+    """
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from utils.autobatch import main; main()"
     asked = json.dumps({"config": config_to_dict(config), "device": str(device)})
     child = subprocess.run([sys.executable, "-c", code], input=asked, capture_output=True, text=True, check=False)
     try:
         said: Mapping[str, Any] = json.loads(child.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        raise UserError(
-            f"--batch-size -1: measuring on {device} failed: {child.stderr.strip().splitlines()[-1:]}; give a number"
-        ) from None
+        why = "".join(child.stderr.splitlines()[-1:]) or f"the process ended with status {child.returncode}"
+        raise UserError(f"--batch-size -1: measuring on {device} failed; give a number ({why})") from None
+    if "mistakes" in said:
+        raise UserError(said["mistake"], said["mistakes"])
     return Measurement({int(size): used for size, used in said["used"].items()}, said["free"])
 
 
-def training_step(config: TrainConfig, device: torch.device) -> Callable[[int], int]:
-    """Return a function that trains on so many made-up images: forward, loss, backward, optimizer, EMA, as in a run."""
+def training_step(config: TrainConfig, device: torch.device, meter: Meter) -> Callable[[int], int]:
+    """Return a function that trains on so many made-up images: forward, loss, backward, optimizer, EMA, as in a run.
+
+    It is the step of a single device, whatever ranks there are, and returns its peak of memory.
+
+    Raises:
+        UserError: lists what is wrong with data, recipe, network and weights.
+    """
     problems = Problems()
     env = DistEnv(device=device)
-    hyp: Hyp = load_hyp(config.hyp)
-    raw_model = read_network(config, env, hyp, load_data(config.data, config.single_cls), None, problems)
+    hyp: Hyp | None = problems.attempt(lambda: load_hyp(config.hyp))
+    data = problems.attempt(lambda: load_data(config.data, config.single_cls))
+    raw_model = read_network(config, env, hyp, data, None, problems)
     problems.raise_if_any()
-    assert raw_model is not None
+    assert hyp is not None and raw_model is not None
     family, precision = family_of(raw_model.yaml), choose_precision(config.amp, device)
     imgsz = max_imgsz(config.imgsz, raw_model.max_stride, config.multi_scale)
     criterion = family.criterion(raw_model, hyp, imgsz, config.label_smoothing)
@@ -150,8 +204,7 @@ def training_step(config: TrainConfig, device: torch.device) -> Callable[[int], 
     raw_model.train()
 
     def step(batch: int) -> int:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+        meter.reset()
         images = torch.randint(0, 255, (batch, raw_model.channels, imgsz, imgsz), dtype=torch.uint8, device=device)
         targets = torch.rand(batch * TARGETS, 6)
         targets[:, 0] = torch.arange(batch).repeat_interleave(TARGETS)
@@ -166,10 +219,18 @@ def training_step(config: TrainConfig, device: torch.device) -> Callable[[int], 
         buffers.restore(found_inf)
         ema.update(raw_model, found_inf)
         optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_reserved(device)
+        return meter.peak()
 
     return step
+
+
+def answer(config: TrainConfig, device: torch.device, meter: Meter) -> dict[str, Any]:
+    """Measure, and return what `measure_apart` wants to know: a `Measurement`, or the mistakes in the flags."""
+    free = meter.free()
+    try:
+        return {"used": measure(training_step(config, device, meter)), "free": free}
+    except UserError as error:
+        return {"mistake": str(error), "mistakes": error.messages}
 
 
 def main() -> None:
@@ -177,6 +238,4 @@ def main() -> None:
     asked = json.load(sys.stdin)
     device = torch.device(asked["device"])
     torch.cuda.set_device(device)
-    free, _ = torch.cuda.mem_get_info(device)
-    used = measure(training_step(build_config(TrainConfig, asked["config"]), device))
-    print(json.dumps({"used": used, "free": free}))
+    print(json.dumps(answer(build_config(TrainConfig, asked["config"]), device, CudaMeter(device))))

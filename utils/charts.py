@@ -37,6 +37,7 @@ MANY_BARS = 100  # with more classes than this bars have no names
 SHOWN_BOXES = 500
 FEW_CELLS, SOME_CELLS, NAMED_CELLS = 12, 26, 100  # cells of a matrix in a row that have room for counts, shares, names
 SMOOTHED_FROM = 5  # points
+MARGIN = 0.015  # of an axis from 0 to 1, so that lines along its ends are seen
 
 
 # ---- data set ----
@@ -91,7 +92,8 @@ def _density(axes: Axes, points: Array, title: str, labels: tuple[str, str], dow
         return say(axes, "no labels")
     edges = np.linspace(0, 1, 1 + int(np.clip(math.sqrt(len(points)) / 2, 10, 50)))  # finer with more points
     histogram = np.histogram2d(points[:, 0], points[:, 1], bins=[edges, edges])[0]
-    image = axes.pcolormesh(edges, edges, np.ma.masked_equal(histogram.T, 0), cmap="viridis", rasterized=True)
+    shown = np.ma.masked_equal(histogram.T, 0)  # colors start at 0, for all counts may be the same
+    image = axes.pcolormesh(edges, edges, shown, cmap="viridis", vmin=0, vmax=shown.max(), rasterized=True)
     axes.figure.colorbar(image, ax=axes, shrink=0.8, ticks=MaxNLocator(5, integer=True), label="labels")
 
 
@@ -153,7 +155,8 @@ def confidence_chart(word: str, names: Sequence[str], curves: Array, best: float
         word: which of them.
         names: of the classes that have labels.
         curves: (C, P) at P confidences from 0 to 1.
-        best: confidence with the best mean F1, where the values of the legend are read.
+        best: confidence with the best mean F1 after smoothing over confidence, where the values of the legend are
+            read. The mean in the chart is not smoothed, and may be higher elsewhere.
     """
     at = round(best * (curves.shape[1] - 1))
     values = [f"{curve[at]:.3f}" for curve in curves]
@@ -162,8 +165,8 @@ def confidence_chart(word: str, names: Sequence[str], curves: Array, best: float
     figure = _curves(title, ("confidence", word), names, curves, values, mean, legend)
     if len(curves):
         figure.axes[0].axvline(best, color=INK, linestyle=":", linewidth=1)
-        side = "left" if best < 0.1 else "right" if best > 0.9 else "center"
-        figure.axes[0].text(best, 1.01, "best mean F1", ha=side, va="bottom", fontsize=9)
+        side = "left" if best < 0.15 else "right" if best > 0.85 else "center"
+        figure.axes[0].text(best, 1.01 + MARGIN, "best mean F1, smoothed", ha=side, va="bottom", fontsize=9)
     return figure
 
 
@@ -179,7 +182,7 @@ def _curves(
     """Draw a line for each class and the mean, which is bold."""
     figure = new_figure(9, 6)
     axes = figure.add_subplot()
-    axes.set(xlabel=labels[0], ylabel=labels[1], xlim=(0, 1), ylim=(0, 1.005))
+    axes.set(xlabel=labels[0], ylabel=labels[1], xlim=(0, 1), ylim=(-MARGIN, 1 + MARGIN))
     axes.set_title(title, pad=20)
     if not len(curves):
         say(axes, "no labels")
@@ -262,11 +265,14 @@ def results_chart(path: str, best_epoch: int | None) -> Figure:
     for place, (title, members) in enumerate(charts.items()):
         axes = figure.add_subplot(rows, wide, place + 1)
         axes.set_title(title)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        if len(epochs) > 1:
-            axes.set_xlim(epochs[0] - 0.02 * np.ptp(epochs), epochs[-1] + 0.02 * np.ptp(epochs))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+        if len(epochs):
+            room = 0.02 * np.ptp(epochs) or 0.5
+            axes.set_xlim(epochs[0] - room, epochs[-1] + room)
         for number, name in enumerate(members):
             _trend(axes, epochs, columns[name], name, number)
+        if members[0].startswith("metrics/"):
+            _from_zero(axes, np.concatenate([columns[name] for name in members]))
         if best_epoch is not None:
             axes.axvline(best_epoch, color=NEUTRAL, linestyle=":", linewidth=1.2)
         if len(members) > 1:
@@ -317,6 +323,12 @@ def _trend(axes: Axes, epochs: Array, values: Array, name: str, number: int) -> 
     else:
         axes.plot(x, y, linewidth=0.8, alpha=0.5, **style)
         axes.plot(x, smooth(x, y), **bold)
+
+
+def _from_zero(axes: Axes, values: Array) -> None:
+    """Let an axis begin at 0, so that its height says how good a share is; up to 1 where it is 0 throughout."""
+    top = np.max(values, where=np.isfinite(values), initial=0) or 1.0
+    axes.set_ylim(-MARGIN * top, 1.05 * top)
 
 
 def smooth(x: Array, y: Array) -> Array:

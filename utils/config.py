@@ -118,7 +118,12 @@ class TrainConfig:
 
     epochs: int = flag(100, "training", "passes over the training split", low=1)
     batch_size: int = flag(
-        16, "training", "images per forward and backward pass, over all devices; -1 = what fits", "--batch", low=-1
+        16,
+        "training",
+        "images per forward and backward pass, over all devices; -1 = what fits",
+        "--batch",
+        low=1,
+        also=-1,
     )
     nbs: int = flag(64, "training", "nominal batch: gradients are accumulated up to about so many images", low=1)
     hyp: str = flag("hyp.scratch-low.yaml", "training", "hyperparameter YAML, a path or a shipped name", metavar="FILE")
@@ -361,9 +366,6 @@ def build_config(kind: type[Config], given: Mapping[str, Any]) -> Config:
     if isinstance(config, TrainConfig):
         if config.weights and "cfg" not in given:
             config.cfg = ""  # the checkpoint knows its network
-        if config.batch_size == 0:
-            problems.add("--batch-size must be at least 1, or -1 for what fits into memory")
-            problems.raise_if_any()
         if config.name == "cfg":
             config.name = Path(config.cfg or config.weights).stem
     if isinstance(config, TrainConfig | ValConfig | DetectConfig):

@@ -15,7 +15,10 @@ SHOWN = 10  # problems of a split on the terminal
 
 
 class Problem(NamedTuple):
-    """One finding: line is 0 where the whole file is meant; value is what stands there; rule says what is done."""
+    """One finding: line is 0 where the whole file is meant; value is what stands there; rule says what is done.
+
+    Of a whole file the value is the reason, '' where the rule says enough.
+    """
 
     file: str
     line: int
@@ -23,7 +26,9 @@ class Problem(NamedTuple):
     rule: str
 
     def __str__(self) -> str:
-        return f"{self.file}{f':{self.line}' if self.line else ''}: {self.value}: {self.rule}"
+        if self.line:
+            return f"{self.file}:{self.line}: {self.rule} ({self.value})"
+        return f"{self.file}: {self.value}: {self.rule}" if self.value else f"{self.file}: {self.rule}"
 
 
 @dataclass

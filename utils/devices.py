@@ -49,7 +49,8 @@ def parse_device(flag: str | int | Sequence[str | int], cuda_count: int, has_mps
         problem = f"asks for cuda:{max(indices)}, which this machine does not have"
     else:
         return [torch.device("cuda", i) for i in indices]
-    raise UserError(f"--device {shown or flag!r} {problem}; here are: {exists}")
+    hint = " (a GPU is named by its number, as 0 or cuda:0)" if {"cuda", "gpu"} & set(names) else ""
+    raise UserError(f"--device {shown or flag!r} {problem}{hint}; here are: {exists}")
 
 
 def as_typed(flag: str | int | Sequence[str | int]) -> str:

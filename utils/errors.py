@@ -121,15 +121,15 @@ def report(error: UserError) -> int:
 def run_cli(main: Callable[[], int | None]) -> NoReturn:
     """Run a script's main function and leave the process with its status.
 
-    Status 2 and a line ``error: ...`` on stderr for a UserError, 130 for Ctrl-C (128 + SIGINT, as shells have it);
-    any other exception keeps its traceback.
+    Status 2 and a line ``error: ...`` on stderr for a UserError, 130 for Ctrl-C (128 + SIGINT, as shells have it), with
+    what the KeyboardInterrupt says, a line each; any other exception keeps its traceback.
     """
     try:
         status = main()
     except UserError as error:
         status = report(error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if first_of_machine():
-            print("stopped by Ctrl-C", file=sys.stderr)
+            print("stopped by Ctrl-C", *interrupt.args, sep="\n", file=sys.stderr)
         status = 130
     sys.exit(status)

@@ -34,8 +34,8 @@ def flag(default: Any, group: str, text: str, *aliases: str, **metadata: Any) ->
         group: section of the help page.
         text: what the flag does.
         *aliases: further spellings, with their dashes.
-        **metadata: ``low``, ``high`` inclusive bounds; ``choices``; ``const`` the value of the bare flag (its own value
-            is then optional); ``metavar``.
+        **metadata: ``low``, ``high`` inclusive bounds; ``also`` a value outside of them with a meaning of its own;
+            ``choices``; ``const`` the value of the bare flag (its own value is then optional); ``metavar``.
     """
     metadata |= {"group": group, "text": text, "aliases": aliases}
     if isinstance(default, list):
@@ -292,6 +292,7 @@ def _check_range(label: str, value: Any, metadata: Mapping[str, Any], problems: 
         return
     low, high = metadata["low"], metadata.get("high", math.inf)
     for number in value if isinstance(value, list) else [value]:
-        if not low <= number <= high:  # also true for nan
+        if not low <= number <= high and number != metadata.get("also"):  # true for nan
             wanted = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+            wanted += f" or {metadata['also']}" if "also" in metadata else ""
             problems.add(f"{label} must be {wanted}, not {number}")

@@ -106,7 +106,7 @@ def labels_without_image(paths: Sequence[str], sources: Sequence[Path]) -> list[
             stems = {name.rpartition(".")[0] for name in _names(images) if _is_image(name)}
             alone = [f"{folder}/{name}" for name in alone if name.removesuffix(".txt") not in stems]
             found += [path for path in alone if path not in own and _holds_labels(path)]
-    return [Problem(path, 0, "no image of this name", "labels without an image, not used") for path in sorted(found)]
+    return [Problem(path, 0, "", "label file without an image, not used") for path in sorted(found)]
 
 
 def _names(folder: str) -> list[str]:

@@ -23,6 +23,12 @@ from utils.errors import UserError
 DIGEST = "LOCKSTEP_JOB_SHA256"  # in the environment of those who may read the job
 JOB, OUTCOME, MISTAKE = "job.pickle", "outcome.json", "mistake.json"
 MAIN = "__mp_main__"  # the name that a script goes by where it is imported by another process
+GUARD = """put it behind a guard
+
+    if __name__ == "__main__":
+        YOLO(...).train(..., device="0,1")
+
+or move the callback's class to a module of its own"""
 
 
 @dataclass(frozen=True)
@@ -32,14 +38,18 @@ class Job:
     Attributes:
         given: flags by field name.
         callbacks: a pickle of the caller's list of them.
-        main: file or module (behind "-m ") of the caller's script if a callback is defined there, else "".
+        main: file or module (behind "-m ") of the caller's script if something in them is defined there, else "".
         search: the caller's ``sys.path``.
+        argv: the caller's ``sys.argv``, which its script may read when it is imported.
+        caller: process id.
     """
 
     given: dict[str, Any]
     callbacks: bytes
     main: str
     search: list[str]
+    argv: list[str]
+    caller: int
 
 
 @contextlib.contextmanager
@@ -66,9 +76,9 @@ def write_job(folder: Path, given: Mapping[str, Any], callbacks: Sequence[object
     Raises:
         UserError: a callback is defined where no other process can import it.
     """
-    of_main = [callback for callback in callbacks if type(callback).__module__ == "__main__"]
-    main = _main_script(of_main[0]) if of_main else ""
-    data = pickle.dumps(Job(dict(given), pickle.dumps(list(callbacks)), main, list(sys.path)))
+    pickled = pickle.dumps(list(callbacks))
+    main = _main_script() if b"__main__" in pickled else ""  # a class or function is pickled as its module and name
+    data = pickle.dumps(Job(dict(given), pickled, main, list(sys.path), list(sys.argv), os.getpid()))
     (folder / JOB).write_bytes(data)
     return {DIGEST: hashlib.sha256(data).hexdigest()}
 
@@ -90,17 +100,23 @@ def load_callbacks(job: Job) -> list[Any]:
     """Make the caller's callbacks; imports the script that they are defined in, if it is the caller's own.
 
     Raises:
-        UserError: the script trains as it is imported.
+        UserError: the script trains as it is imported, or ends its process.
     """
-    sys.path[:] = job.search
+    sys.path[:], sys.argv[:] = job.search, job.argv
     if job.main:
         module = types.ModuleType(MAIN)
         sys.modules[MAIN] = module
-        content = (
-            runpy.run_module(job.main.removeprefix("-m "), run_name=MAIN, alter_sys=True)
-            if job.main.startswith("-m ")
-            else runpy.run_path(job.main, run_name=MAIN)
-        )
+        try:
+            content = (
+                runpy.run_module(job.main.removeprefix("-m "), run_name=MAIN, alter_sys=True)
+                if job.main.startswith("-m ")
+                else runpy.run_path(job.main, run_name=MAIN)
+            )
+        except SystemExit as error:
+            raise UserError(
+                "a callback is defined in the script that trains, so every worker imports that script, and there it "
+                f"ended the process (sys.exit({error.code!r})): {GUARD}"
+            ) from None
         module.__dict__.update(content)
         sys.modules["__main__"] = module
     callbacks: list[Any] = pickle.loads(job.callbacks)
@@ -116,14 +132,11 @@ def refuse_to_recurse() -> None:
     if MAIN in sys.modules and DIGEST in os.environ:
         raise UserError(
             "a callback is defined in the script that trains, so every worker imports that script, and the training "
-            "in it must not start again: put it behind a guard\n\n"
-            '    if __name__ == "__main__":\n'
-            '        YOLO(...).train(..., device="0,1")\n\n'
-            "or move the callback's class to a module of its own"
+            f"in it must not start again: {GUARD}"
         )
 
 
-def _main_script(callback: object) -> str:
+def _main_script() -> str:
     """Return where other processes find the caller's script."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
@@ -132,8 +145,8 @@ def _main_script(callback: object) -> str:
     file = getattr(main, "__file__", None)
     if file is None or not Path(file).is_file():
         raise UserError(
-            f"callbacks: {type(callback).__name__} is defined in an interactive session, where workers can't find it; "
-            "put its class into a module (a .py file) and import it, or use a built-in logger by name"
+            "callbacks: a class of theirs is defined in an interactive session, where workers can't find it; put it "
+            "into a module (a .py file) and import it, or use a built-in logger by name"
         )
     return str(Path(file).resolve())
 

@@ -70,7 +70,7 @@ def worker_devices(flag: str | int | Sequence[str | int], env: DistEnv) -> list[
     return devices if len(devices) > 1 else []
 
 
-def launch(command: Sequence[str], devices: Sequence[torch.device]) -> Failure | None:
+def launch(command: Sequence[str], devices: Sequence[torch.device], folder: Path | None = None) -> Failure | None:
     """Run a Python script once for each device, and wait for the end of all. Takes over signals: main thread only.
 
     If one fails all others are ended. The port is a free one, so that any number of runs share a machine.
@@ -78,13 +78,14 @@ def launch(command: Sequence[str], devices: Sequence[torch.device]) -> Failure |
     Args:
         command: script and arguments, as behind ``python``.
         devices: as many workers.
+        folder: for small files, to be removed by the caller; None makes one and removes it.
 
     Returns:
         None if all succeeded.
     """
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # it is said better below
-    logs = _log_folder()
+    logs = folder or _log_folder()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -107,7 +108,8 @@ def launch(command: Sequence[str], devices: Sequence[torch.device]) -> Failure |
         name = signal.Signals(error.sigval).name
         return Failure(128 + error.sigval, None, f"stopped by {name}; so were the {len(devices)} workers")
     finally:
-        shutil.rmtree(logs, ignore_errors=True)
+        if folder is None:
+            shutil.rmtree(logs, ignore_errors=True)
     return None
 
 
@@ -122,7 +124,7 @@ def _log_folder() -> Path:
 
 def _worker_variables(devices: Sequence[torch.device]) -> dict[str, str]:
     """Environment of the workers beside what the elastic launcher sets."""
-    variables = {OURS: str(os.getpid())}
+    variables = {OURS: str(os.getpid()), "PYTHONUNBUFFERED": "1"}  # what is said comes at once, also before a kill
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         variables["OMP_NUM_THREADS"] = str(max(cores // len(devices), 1))
@@ -199,25 +201,31 @@ def as_worker(main: Callable[[], T]) -> Callable[[], T | None]:
     return recorded
 
 
-def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+def end_with_parent(by: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
     """End this process when its parent ends: by the kernel on Linux, elsewhere by looking once a second.
 
     Args:
         by: the signal; one that can be handled leaves time to end what this process has started.
+        parent: process id, for it may have ended already; None is the parent of the moment.
     """
-    parent = os.getppid()
+    parent = os.getppid() if parent is None else parent
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, by)
-        if os.getppid() != parent:  # it has ended before it could be watched
-            os._exit(1)
+        if orphaned(parent):  # it has ended before it could be watched
+            signal.raise_signal(by)
         return
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while not orphaned(parent):
             time.sleep(1)
         signal.raise_signal(by)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def orphaned(parent: int) -> bool:
+    """Whether the process that started this one is gone; never so on Windows, which does not tell."""
+    return sys.platform != "win32" and os.getppid() != parent
 
 
 def say(failure: Failure | None) -> int:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from utils.boxes import box_iou
+from utils.short_names import one_line
 
 FloatArray = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.integer[Any]]
@@ -290,10 +291,11 @@ def summarize(
 
 def format_table(rows: Sequence[TableRow]) -> str:
     """The validation table as aligned text, header first, one line a row."""
-    width = max([22, *(len(row.name) for row in rows)])
+    shown = [row._replace(name=one_line(row.name)) for row in rows]
+    width = max([22, *(len(row.name) for row in shown)])
     titles = ("Images", "Instances", "P", "R", "mAP50", "mAP50-95")
     lines = [f"{'Class':>{width}}" + "".join(f"{title:>11}" for title in titles)]
-    for name, images, instances, *figures in rows:
+    for name, images, instances, *figures in shown:
         lines.append(f"{name:>{width}}{images:>11}{instances:>11}" + "".join(f"{figure:>11.3f}" for figure in figures))
     return "\n".join(lines)
 

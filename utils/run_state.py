@@ -1,7 +1,8 @@
 """The state of a training run: its parts, what of them moves, and how that is saved and found again."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from utils.logging import DeviceMeter, get_logger, mean_of
 from utils.loss import DetectionLoss
 from utils.optim import Schedule, load_optimizer
 from utils.plots import Plots
-from utils.run_folder import versions
+from utils.run_folder import how_to_go_on, versions
 from utils.seeds import rng_state, set_rng_state
 from utils.steps import BufferSnapshot, Precision
 from utils.torch_utils import BatchPlan, DistEnv, ModelEMA, NonFiniteError, all_reduce_sum, save_checkpoint
@@ -95,6 +96,16 @@ class Run:
     def mean_losses(self) -> list[float]:
         """Return the mean [box, objectness, class] losses of the epoch so far, over all ranks. Collective."""
         return mean_of(all_reduce_sum(self.meter.sums(), self.env), self.env.world_size)
+
+
+@contextlib.contextmanager
+def resumable(run: Run) -> Iterator[None]:
+    """Let a KeyboardInterrupt say how to go on with a run, if something was saved and is left to do."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        over = run.state.stopped or run.state.epoch >= run.config.epochs
+        raise KeyboardInterrupt(*([] if over else how_to_go_on(run.run_dir))) from None
 
 
 def save(run: Run, better: bool, final: bool) -> list[Path] | None:

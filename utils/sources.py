@@ -175,6 +175,8 @@ def _stream(address: str, where: str) -> tuple[str, str, str]:
     if "://" not in address and _kind(Path(address)) == "video":  # a file in a .streams list
         return "stream", address, Path(address).stem
     shown = without_login(address)
+    if not _is_text(address):
+        raise UserError(f"{where}: {shown} is not UTF-8")
     try:
         parts = urlsplit(address)
         host = parts.hostname or ""
@@ -240,7 +242,7 @@ def count_pictures(sources: Sequence[Source], vid_stride: int = 1) -> int | None
             return None
         frames = 1
         if source.kind == "video":
-            capture = cv2.VideoCapture(source.address)
+            capture = _open_video(source.address)
             frames = max(int(capture.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
             capture.release()
         total += -(-frames // vid_stride)
@@ -276,7 +278,7 @@ def in_batches(frames: Iterable[Frame], size: int) -> Iterator[list[Frame]]:
 
 
 def _read_video(source: Source, vid_stride: int) -> Iterator[Frame | Source]:
-    capture = cv2.VideoCapture(source.address)
+    capture = _open_video(source.address)
     try:
         number = decoded = 0
         fps = _fps(capture) / vid_stride
@@ -292,8 +294,19 @@ def _read_video(source: Source, vid_stride: int) -> Iterator[Frame | Source]:
         capture.release()
     if decoded == 0:
         reason = "cannot be decoded as a video" if Path(source.address).is_file() else "there is no such file"
+        reason = reason if _is_text(source.address) else "its name is not UTF-8, which OpenCV can't open"
         get_logger().warning(f"{source.address}: {reason}; left out")
         yield source
+
+
+def _open_video(path: str) -> cv2.VideoCapture:
+    """Open a video file; one whose name is not UTF-8, which would end the process, stays closed."""
+    return cv2.VideoCapture(path) if _is_text(path) else cv2.VideoCapture()
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name is UTF-8; other bytes are surrogates in Python."""
+    return name == name.encode("utf-8", "replace").decode()
 
 
 def _fps(capture: cv2.VideoCapture) -> float:

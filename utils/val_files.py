@@ -16,6 +16,7 @@ from utils.data_config import DataConfig
 from utils.dataset import LabelIndex
 from utils.detection_files import label_rows
 from utils.errors import UserError
+from utils.logging import get_logger
 from utils.metrics import ImageResult
 
 PREDICTIONS = "predictions.json"  # in a run folder
@@ -46,15 +47,37 @@ def image_id(path: str) -> int | str:
     return int(stem) if stem.isascii() and stem.isdigit() else stem
 
 
+def image_ids(index: LabelIndex) -> list[int | str]:
+    """Return an id for each image of a split that no other one has: COCO's if these differ.
+
+    COCO's come from the names alone. Where folders hold images of the same name the ids of all images are their paths
+    from the folder that they have in common, which no annotations in COCO's format have.
+    """
+    paths = [index.path(i) for i in range(len(index))]
+    ids = [image_id(path) for path in paths]
+    if len(set(ids)) == len(ids):
+        return ids
+    common = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return [os.path.relpath(path, common).replace(os.sep, "/") for path in paths]
+
+
 def coco_results(images: Sequence[ImageResult], index: LabelIndex, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return detections as COCO's results format has them: pixels [x, y, w, h] of the original image, by image."""
-    ids, results = category_ids(names), []
+    """Return detections as COCO's results format has them: pixels [x, y, w, h] of the original image, by image.
+
+    Warns where COCO's ids do not tell the images apart; see `image_ids`.
+    """
+    categories, ids, results = category_ids(names), image_ids(index), []
+    if ids and ids[0] != image_id(index.path(0)):
+        get_logger().warning(
+            f"{PREDICTIONS}: some images have the same name in different folders, or the same number; image_id is "
+            f"their path instead, such as {ids[0]}, and COCO's code CAN'T SCORE that by its annotations. Give the "
+            "images names of their own"
+        )
     for image in sorted(images, key=lambda image: image.index):
-        number = image_id(index.path(image.index))
         for x1, y1, x2, y2, score, class_id in image.detections.astype(np.float64).tolist():
             box = [round(value, 3) for value in (x1, y1, x2 - x1, y2 - y1)]
-            one = {"image_id": number, "category_id": ids[int(class_id)], "bbox": box, "score": round(score, 5)}
-            results.append(one)
+            one = {"image_id": ids[image.index], "category_id": categories[int(class_id)], "bbox": box}
+            results.append({**one, "score": round(score, 5)})
     return results
 
 

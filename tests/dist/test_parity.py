@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -326,25 +327,25 @@ def test_resume_on_one_rank(lab: Lab) -> None:
 def test_killed_run_is_resumed(lab: Lab, tmp_path: Path, ranks: int) -> None:
     """As a user has it: all processes are killed once there is a checkpoint, and the run is launched again."""
 
-    def run(*arguments: str) -> int:
-        return torchrun(
-            [PROJECT / "train.py", *arguments], ranks, port=free_port(), cwd=tmp_path, timeout=300
-        ).returncode
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return torchrun([PROJECT / "train.py", *arguments], ranks, port=free_port(), cwd=tmp_path, timeout=300)
 
     own = ["--weights", lab.weights, "--batch", 12, "--epochs", 3, "--patience", 0]
     whole, killed = (flags(tmp_path, name, lab.uneven, *own) for name in ("whole", "killed"))
-    assert run(*whole) == 0
-    weights = tmp_path / "runs/killed/weights"
-    ended = threading.Event()
-    killer = threading.Thread(target=kill_once_there, args=(weights / "last.pt", ended))
+    done = run(*whole)
+    assert done.returncode == 0, done.stderr
+    newest, ended = tmp_path / "runs/killed/weights/last.pt", threading.Event()
+    killer = threading.Thread(target=kill_once_there, args=(newest, ended))
     killer.start()
     try:
-        assert run(*killed) != 0
+        done = run(*killed)
     finally:
         ended.set()
         killer.join()
-    assert 1 <= load_checkpoint(weights / "last.pt")["state"]["epoch"] < 3
-    assert run("--resume", str(weights.parent)) == 0
+    assert newest.exists(), done.stderr
+    assert load_checkpoint(newest)["state"]["epoch"] < 3
+    done = run("--resume", str(tmp_path / "runs/killed"))
+    assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path / "runs/whole", tmp_path / "runs/killed")
 
 

@@ -113,7 +113,6 @@ def test_images_are_decoded_once_on_a_machine(two_runs: list[Watched]) -> None:
     train = {path: count for path, count in opened.items() if "/train/" in path}
     val = [count for path, count in opened.items() if "/val/" in path]
     assert len(train) == TRAIN_IMAGES
-    print("decoded", sum(train.values()), max(train.values()))
     assert max(train.values()) <= RANKS
     assert sum(train.values()) <= 1.3 * TRAIN_IMAGES
     assert val == [1] * VAL_IMAGES, "no two ranks validate the same image"
