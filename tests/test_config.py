@@ -146,7 +146,7 @@ def test_the_local_rank_of_old_launchers_is_ignored(line: str) -> None:
         ("--size 64", "--size is not a flag; did you mean --img-size?"),
         ("--hpy x.yaml", "--hpy is not a flag; did you mean --hyp?"),
         ("cat.jpg", "'cat.jpg' belongs to no flag"),
-        ("--epochs 0", "--epochs must be at least 1 or -1, not 0"),
+        ("--epochs 0", "--epochs must be at least 1, not 0"),
         ("--epochs ten", "--epochs takes a whole number, not 'ten'"),
         ("--epochs 1.5", "--epochs takes a whole number, not '1.5'"),
         ("--epochs", "--epochs: expected one argument"),
