@@ -447,8 +447,7 @@ def resume(given: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, Any]]:
         raise UserError(
             f"--resume {run_dir}: {shown} {differ} from the run's own, in {run_dir / 'opt.yaml'}; leave {them} out"
         )
-    get_logger().info(f"resuming from {path}")
-    saved["run_dir"] = str(run_dir)  # where it is now, not where it was
+    saved["run_dir"], saved["path"] = str(run_dir), str(path)  # where they are now, not where they were
     return build_config(
         TrainConfig, {**saved["config"], **{name: given[name] for name in given.keys() - wanted}}
     ), saved
@@ -505,6 +504,8 @@ def begin(
     """
     if config is None:
         config, resumed = once(lambda: resume(given), env)
+    if resumed is not None:
+        get_logger().info(f"resuming from {resumed['path']}")  # here, for a launcher has looked for it as well
     if config.batch_size == AUTOMATIC:
         batch = once(functools.partial(automatic_batch, config, given, env.device, env.world_size), env)
         config = dataclasses.replace(config, batch_size=batch)

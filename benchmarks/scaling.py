@@ -12,10 +12,10 @@ Each rank does the same work in all of them: the training loop of train.py with 
 as many images a batch, each batch an optimizer step, which is the hardest case for the exchange of gradients. The first
 batches of a round do not count. The images are copied first, so that nothing is left beside the originals.
 
-The answers are medians over the rounds, with their range. A ratio of 1 is a second rank that costs nothing. The share of
-waiting is the time that a rank's main thread spends in collectives; the ratios of CPU time tell what is computed besides.
-Then come the seconds that one rank and two take from the command to the first batch, to scan label files (without a
-cache file) and to validate.
+The answers are medians over the rounds, with their range. A ratio of 1 is a second rank that costs nothing. The share
+of waiting is the time that a rank's main thread spends in collectives; the ratios of CPU time tell what is computed
+besides. Then come the seconds that one rank and two take from the command to the first batch, to scan label files
+(without a cache file) and to validate.
 """
 
 import argparse

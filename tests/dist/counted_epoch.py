@@ -12,13 +12,13 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -62,8 +62,9 @@ class Counted:
         buckets: numbers in each bucket of gradients, as DDP has it.
         parameters: numbers that are trained.
         sync_layers: SyncBatchNorm layers.
-        weights: digest of the averaged weights before the epoch, after it, and after they were given to all ranks.
+        weights: digest of the averaged weights before the epoch, after it, and after its validation.
         buffers: of their buffers, likewise.
+        raw_buffers: of the buffers that are trained with, likewise.
         steps: optimizer steps.
     """
 
@@ -73,6 +74,7 @@ class Counted:
     sync_layers: int
     weights: list[str]
     buffers: list[str]
+    raw_buffers: list[str]
     steps: int
 
 
@@ -87,7 +89,9 @@ def run_counted(lines: list[list[str]], nproc: int, epoch: int, folder: Path, ti
 
 
 def _counted(fields: dict[str, Any]) -> Counted:
-    batches = [MicroBatch(b["step"], [(kind, size) for kind, size in b["calls"]], b["reads"]) for b in fields["batches"]]
+    batches = [
+        MicroBatch(b["step"], [(kind, size) for kind, size in b["calls"]], b["reads"]) for b in fields["batches"]
+    ]
     return Counted(**{**fields, "batches": batches})
 
 
@@ -114,16 +118,15 @@ def count(line: list[str], epoch: int, env: DistEnv) -> Counted:
     run = train.set_up(build_train_config(given_flags(TrainConfig, line)), env)
     run.state.epoch = epoch
     with contextlib.ExitStack() as stack:
-        train_batches, _ = train.open_loaders(run, stack)
+        train_batches, val_batches = train.open_loaders(run, stack)
         marked = Marked(train_batches, run)
-        weights, buffers = [digest(run.ema.module.parameters())], [digest(run.ema.module.buffers())]
+        moments = [digests(run)]
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-            train.train_epoch(run, marked, RunClock(run.config.epochs, epoch))
-        weights.append(digest(run.ema.module.parameters()))
-        buffers.append(digest(run.ema.module.buffers()))
-        run.ema.broadcast(env)
-        weights.append(digest(run.ema.module.parameters()))
-        buffers.append(digest(run.ema.module.buffers()))
+            losses = train.train_epoch(run, marked, RunClock(run.config.epochs, epoch))
+        moments.append(digests(run))
+        train.end_epoch(run, losses, val_batches)
+        moments.append(digests(run))
+    weights, buffers, raw_buffers = (list(values) for values in zip(*moments, strict=True))
     assert isinstance(run.model, DistributedDataParallel)
     sizes = str(run.model._get_ddp_logging_data()["rebuilt_bucket_sizes"])
     return Counted(
@@ -133,6 +136,7 @@ def count(line: list[str], epoch: int, env: DistEnv) -> Counted:
         sync_layers=sum(isinstance(module, SyncBatchNorm) for module in run.raw_model.modules()),
         weights=weights,
         buffers=buffers,
+        raw_buffers=raw_buffers,
         steps=run.state.step,
     )
 
@@ -155,7 +159,13 @@ def micro_batches(profiler: profile, steps: list[int]) -> list[MicroBatch]:
     return found
 
 
-def digest(tensors: Iterator[nn.Parameter | Any]) -> str:
+def digests(run: Run) -> tuple[str, str, str]:
+    """Of averaged weights, of their buffers, and of the buffers that are trained with."""
+    averaged = run.ema.module
+    return digest(averaged.parameters()), digest(averaged.buffers()), digest(run.raw_model.buffers())
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.detach().contiguous().numpy().tobytes())

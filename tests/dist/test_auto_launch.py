@@ -1,4 +1,4 @@
-"""Several devices on the command line, without a launcher: L4, L6, L11 to L13 and B2 of the contract."""
+"""Several devices on the command line, without a launcher: L4, L6, L11 to L13, B2 and B4 of the contract."""
 
 import dataclasses
 import os
@@ -31,6 +31,7 @@ LIMIT = 240.0  # seconds; a healthy run takes a tenth
 SOON = 15.0  # seconds to the end of all processes after one has failed; it takes 3 on an idle machine
 EPOCHS = 2
 TMP = "temporary"
+AUTOMATIC = "--batch-size -1 on cpu is not measured: 4 images over all ranks\n"
 
 # In rank RANK, as it opens an image to train on after the first checkpoint was saved. Python imports this as it starts.
 SABOTAGE = """
@@ -85,7 +86,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def line(data: Path, folder: Path, more: str = "") -> list[str]:
-    return flags(data, folder / "runs", f"--device cpu,cpu --epochs {EPOCHS} --cache off {more}")
+    own = f"--device cpu,cpu --epochs {EPOCHS} --cache off --batch -1 --nbs 5"  # 5 is no multiple of 2
+    return flags(data, folder / "runs", f"{own} {more}")
 
 
 def run(arguments: list[str], folder: Path, sabotage: str = "") -> Ended:
@@ -128,12 +130,13 @@ def pair(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, li
 
 
 def test_two_runs_at_once(pair: tuple[Path, list[Ended]]) -> None:
-    """L4, L11: each takes a free port and a folder of its own, and one of its processes speaks."""
+    """L4, L11, B4: each takes a free port and a folder of its own, and one of its processes speaks."""
     folder, both = pair
     for ended in both:
         assert ended.status == 0, ended.stderr
         assert ended.stdout.count("ranks       2 on this machine, joined by Gloo") == 1
-        assert ended.stdout.count("batch       4 images = 2 x 2,") == 1
+        assert ended.stdout.count(AUTOMATIC) == 1
+        assert ended.stdout.count("batch       4 images = 2 x 2") == 1
         assert len(re.findall(r"^\d/2 100%", ended.stderr, re.MULTILINE)) == EPOCHS, "one line of progress an epoch"
         assert "WARNING" not in ended.stdout + ended.stderr
         assert ended.left == []
@@ -142,9 +145,10 @@ def test_two_runs_at_once(pair: tuple[Path, list[Ended]]) -> None:
 
 
 def test_as_under_torchrun(data: Path, pair: tuple[Path, list[Ended]], tmp_path: Path) -> None:
-    """L4: the workers do what the ranks of a launcher do, bit for bit."""
+    """L4, B4: the workers do what the ranks of a launcher do, bit for bit; the batch is found by rank 0 for all."""
     done = torchrun([PROJECT / "train.py", *line(data, tmp_path)], 2, port=free_port(), timeout=LIMIT)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count(AUTOMATIC) == 1
     own, theirs = pair[0] / "runs/run", tmp_path / "runs/run"
     assert (own / "results.csv").read_bytes() == (theirs / "results.csv").read_bytes()
     a, b = (load_checkpoint(folder / "weights/last.pt") for folder in (own, theirs))
@@ -294,5 +298,5 @@ def test_a_mistake_that_workers_find(tmp_path: Path) -> None:
     ended = run(flags(Path("nowhere.yaml"), tmp_path / "runs", "--device cpu,cpu --weights none.pt --hyp no"), tmp_path)
     assert ended.status == 2
     assert ended.lines[0] == "error: 3 problems"
-    assert [text.split(" ")[1] for text in ended.lines[1:]] == ["--hyp", "--data", "--weights"]
+    assert [text.split()[:2] for text in ended.lines[1:]] == [["-", "--hyp"], ["-", "--data"], ["-", "--weights"]]
     assert ended.left == []

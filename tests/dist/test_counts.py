@@ -100,5 +100,12 @@ def test_averaged_weights_live_on_rank_0(counted: dict[str, list[Counted]]) -> N
         assert other.weights[0] == other.weights[1] != other.weights[2]
         assert main.weights[0] == other.weights[0]
         assert main.weights[2] == other.weights[2]
-        assert main.buffers[2] == other.buffers[2]
 
+
+def test_statistics_are_those_of_all_ranks(counted: dict[str, list[Counted]]) -> None:
+    """Without SyncBN each rank's are its own in an epoch, and joined before they are used (LibreYOLO/libreyolo#531)."""
+    for kind, (main, other) in counted.items():
+        assert main.raw_buffers[0] == other.raw_buffers[0] and main.buffers[0] == other.buffers[0]
+        assert (main.raw_buffers[1] == other.raw_buffers[1]) == (kind == "on")
+        assert (main.buffers[1] == other.buffers[1]) == (kind == "on")
+        assert main.raw_buffers[2] == other.raw_buffers[2] and main.buffers[2] == other.buffers[2]

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import cv2
 import pytest
 
 from tests.common import PROJECT
@@ -241,20 +242,32 @@ def test_machines_with_different_labels(tmp_path: Path) -> None:
 
 
 def test_ranks_draw_different_numbers(tmp_path: Path) -> None:
-    """R2: two images, each seen 6 times by two ranks, never twice the same; one rank alone sees those very ones.
+    """R2: one image, seen 12 times by two ranks, never twice the same; a rank alone sees those very ones.
+
+    A set smaller than the ranks is no error (an index out of bounds elsewhere), and a rectangular batch has one shape
+    on all ranks (ultralytics/yolov5#757, #842, #4181, #8698, ultralytics/ultralytics#1604).
 
     And a mistake that only rank 0 can find is every rank's: nobody waits for its part in drawing the data.
     """
     data = make_data(tmp_path / "data", count=2)
+    (data.parent / "images/train/0.png").unlink()
+    shapes = make_data(tmp_path / "shapes", count=9)
+    for number, size in enumerate([(64, 48), (48, 64), (64, 24), (24, 64), (50, 50), (64, 32), (64, 64), (32, 64)]):
+        file = str(shapes.parent / f"images/train/{number}.png")
+        cv2.imwrite(file, cv2.resize(cv2.imread(file), size))
     (tmp_path / "file").touch()
-    line = flags(data, tmp_path / "runs", "--batch 4 --noval")
-    mistaken = flags(Path("shapes.yaml"), tmp_path / "file/runs", "--dist-timeout 60")
-    (first, second), errors = run_commands([Case(line), Case(mistaken)], RANKS, tmp_path / "seen", LIMIT)
-    assert [len(rank.batches) for rank in (first, second)] == [3, 3]
-    images = [image for rank in (first, second) for batch in rank.batches for image in batch]
+    lines = [
+        flags(data, tmp_path / "runs", "--batch 4 --noval"),
+        flags(shapes, tmp_path / "runs", "--batch 4 --noval --rect --multi-scale --img 128 --epochs 1"),
+        flags(Path("shapes.yaml"), tmp_path / "file/runs", "--dist-timeout 60"),
+    ]
+    one_image, rectangles, mistaken = run_commands([Case(line) for line in lines], RANKS, tmp_path / "seen", LIMIT)
+    images = [image for rank in one_image for batch in rank.batches for image in batch]
     assert len(set(images)) == len(images) == 12
-    alone = see(Case([*line, "--name", "alone"]))
-    assert [a + b for a, b in zip(first.batches, second.batches, strict=True)] == alone.batches
+    assert [len(rank.batches) for rank in rectangles] == [3, 3]
+    for line, (first, second) in zip(lines, (one_image, rectangles), strict=False):
+        alone = see(Case([*line, "--name", "alone"]))
+        assert [a + b for a, b in zip(first.batches, second.batches, strict=True)] == alone.batches
 
-    assert errors[0].error == errors[1].error
-    assert "file is a file; choose a folder you can write to" in errors[0].error
+    assert mistaken[0].error == mistaken[1].error
+    assert "file is a file; choose a folder you can write to" in mistaken[0].error
