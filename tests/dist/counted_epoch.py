@@ -30,6 +30,7 @@ from utils.data_config import build_train_config
 from utils.dataloaders import Batch
 from utils.flags import given_flags
 from utils.run_state import Run
+from utils.run_events import train_start
 from utils.sync_bn import SyncBatchNorm
 from utils.torch_utils import DistEnv, process_group
 
@@ -121,10 +122,12 @@ def count(line: list[str], epoch: int, env: DistEnv) -> Counted:
         train_batches, val_batches = train.open_loaders(run, stack)
         marked = Marked(train_batches, run)
         moments = [digests(run)]
+        clock = RunClock(run.config.epochs, epoch)
+        run.callbacks.train_start(train_start(run, train.LOSSES, False))
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-            losses = train.train_epoch(run, marked, RunClock(run.config.epochs, epoch))
+            losses = train.train_epoch(run, marked, clock)
         moments.append(digests(run))
-        train.end_epoch(run, losses, val_batches)
+        train.end_epoch(run, losses, val_batches, clock)
         moments.append(digests(run))
     weights, buffers, raw_buffers = (list(values) for values in zip(*moments, strict=True))
     assert isinstance(run.model, DistributedDataParallel)
@@ -145,6 +148,7 @@ def micro_batches(profiler: profile, steps: list[int]) -> list[MicroBatch]:
     """Sort the events of an epoch by the batch that they belong to."""
     found: list[MicroBatch] = []
     assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
     # The events as they were recorded: to make profiler.events() of them takes longer than the epoch.
     events = profiler.profiler.kineto_results.events()
     wanted = [event for event in events if event.name() in (NEXT, READ) or event.name().startswith(COLLECTIVES)]

@@ -254,7 +254,9 @@ def test_ranks_draw_different_numbers(tmp_path: Path) -> None:
     shapes = make_data(tmp_path / "shapes", count=9)
     for number, size in enumerate([(64, 48), (48, 64), (64, 24), (24, 64), (50, 50), (64, 32), (64, 64), (32, 64)]):
         file = str(shapes.parent / f"images/train/{number}.png")
-        cv2.imwrite(file, cv2.resize(cv2.imread(file), size))
+        image = cv2.imread(file)
+        assert image is not None
+        cv2.imwrite(file, cv2.resize(image, size))
     (tmp_path / "file").touch()
     lines = [
         flags(data, tmp_path / "runs", "--batch 4 --noval"),

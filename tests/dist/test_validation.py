@@ -39,7 +39,9 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copied(images[:9], folder / "shapes")
     for number, path in enumerate(sorted((folder / "shapes/images").iterdir())):
         height, width = SIZES[number % len(SIZES)]
-        cv2.imwrite(str(path), cv2.resize(cv2.imread(str(path)), (width, height)))
+        image = cv2.imread(str(path))
+        assert image is not None
+        cv2.imwrite(str(path), cv2.resize(image, (width, height)))
     return folder
 
 
