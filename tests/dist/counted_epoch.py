@@ -29,8 +29,8 @@ from utils.console import RunClock
 from utils.data_config import build_train_config
 from utils.dataloaders import Batch
 from utils.flags import given_flags
-from utils.run_state import Run
 from utils.run_events import train_start
+from utils.run_state import Run
 from utils.sync_bn import SyncBatchNorm
 from utils.torch_utils import DistEnv, process_group
 
@@ -120,9 +120,8 @@ def count(line: list[str], epoch: int, env: DistEnv) -> Counted:
     run.state.epoch = epoch
     with contextlib.ExitStack() as stack:
         train_batches, val_batches = train.open_loaders(run, stack)
-        marked = Marked(train_batches, run)
+        marked, clock = Marked(train_batches, run), RunClock(run.config.epochs, epoch)
         moments = [digests(run)]
-        clock = RunClock(run.config.epochs, epoch)
         run.callbacks.train_start(train_start(run, train.LOSSES, False))
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             losses = train.train_epoch(run, marked, clock)

@@ -3,7 +3,7 @@
 Rules I2 and I7, and R5, of which the last counts who moves averaged weights.
 """
 
-from pathlib import Path
+from itertools import pairwise
 
 import pytest
 
@@ -27,14 +27,14 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Counted]
         data = make_data(folder / f"data{images}", images)
         batches = f"--batch {BATCH} --nbs {BATCH * ACCUMULATE} --epochs {EPOCH + 2}"
         lines.append(flags(data, folder / "runs", f"{batches} {more}"))
-    off, on = run_counted(lines, RANKS, EPOCH, folder, timeout=240)
+    off, on = run_counted(lines, RANKS, EPOCH, folder, timeout=480)
     return {"off": off, "on": on}
 
 
 def stepped(rank: Counted) -> list[bool]:
     """Whether each batch ended with an optimizer step."""
     steps = [batch.step for batch in rank.batches] + [rank.steps]
-    return [after > before for before, after in zip(steps, steps[1:], strict=False)]
+    return [after > before for before, after in pairwise(steps)]
 
 
 def test_windows(counted: dict[str, list[Counted]]) -> None:

@@ -1,6 +1,5 @@
 """Ways to start ranks, and what is said of wrong ones: L2, L3, L7, B1, B2, S1 to S3, R3, R4 of the contract."""
 
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from torch import nn
 
 from models.families import YOLOV3, YOLOV5
@@ -28,10 +26,10 @@ from tests.runs import differences, flags, make_data, train_here
 from tests.test_start import SPEC
 from utils.checkpoint_files import load_checkpoint
 from utils.network import interface_towards, ipv4_addresses
-from utils.torch_utils import BatchPlan, split_global_batch
+from utils.torch_utils import split_global_batch
 
 TRAIN = PROJECT / "train.py"
-LIMIT = 240.0  # seconds; a healthy run takes a tenth
+LIMIT = 480.0  # seconds; on an idle machine ten are enough
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +179,7 @@ PLAIN = replace(YOLOV5, name="plain", sync_bn=False)
 @pytest.mark.parametrize("family", [YOLOV5, YOLOV3, PLAIN], ids=lambda family: family.name)
 @pytest.mark.parametrize("wanted", [None, True, False])
 def test_default_of_a_family(family: Any, wanted: bool | None, capsys: pytest.CaptureFixture[str]) -> None:
-    """S2, S3, ultralytics/yolov5#2843: on for networks of convolution and BatchNorm, off for others; a flag overrides."""
+    """S2, S3 (ultralytics/yolov5#2843): on for networks of convolution and BatchNorm, off for others; flags win."""
     model: Any = Plain() if family is PLAIN else DetectionModel(SPEC, 2)
     expected = family is not PLAIN if wanted is None else wanted
     assert choose_sync_bn(wanted, family, model, split_global_batch(30, 2)) == expected
@@ -209,8 +207,8 @@ def test_list_of_devices_and_ranks_differ(data: Path, tmp_path: Path) -> None:
     done = torchrun([TRAIN, *arguments], 2, port=free_port(), timeout=LIMIT)
     assert_said_once(
         done,
-        "--device cpu,cpu,cpu names 3 devices, but the launcher started 2 processes on this machine (--nproc_per_node 2), "
-        "each of which needs one; make the two numbers equal",
+        "--device cpu,cpu,cpu names 3 devices, but the launcher started 2 processes on this machine "
+        "(--nproc_per_node 2), each of which needs one; make the two numbers equal",
     )
     assert time.monotonic() - start < 60
     assert list(tmp_path.iterdir()) == []
@@ -222,8 +220,8 @@ def test_batch_that_cannot_be_shared(tmp_path: Path) -> None:
     done = torchrun([TRAIN, *line(data, tmp_path / "runs", "exp", "--batch 5")], 2, port=free_port(), timeout=LIMIT)
     assert_said_once(
         done,
-        "--batch-size 5 is the batch of all processes together and must be a positive multiple of their number, 2; use 4 "
-        "or 6",
+        "--batch-size 5 is the batch of all processes together and must be a positive multiple of their number, 2; use "
+        "4 or 6",
     )
     assert "images" not in done.stdout
     assert sorted(path.name for path in data.parent.iterdir()) == ["data.yaml", "images", "labels"]
@@ -244,8 +242,8 @@ def test_half_an_environment(data: Path, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == (
         "error: a launcher's environment is set by halves: RANK=0 WORLD_SIZE=2, but LOCAL_RANK, LOCAL_WORLD_SIZE, "
-        "MASTER_ADDR, MASTER_PORT not; start the run with python -m torch.distributed.run, or unset these variables for a "
-        "run of one process\n"
+        "MASTER_ADDR, MASTER_PORT not; start the run with python -m torch.distributed.run, or unset these variables "
+        "for a run of one process\n"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -264,10 +262,9 @@ def job_with_a_free_port() -> int:
 
 def test_two_tasks_of_a_slurm_step(data: Path, trained: Trained, tmp_path: Path) -> None:
     """No torchrun: what srun sets is enough (ultralytics/yolov5#12429, #16892 of ultralytics/ultralytics)."""
-    step = {
-        "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_NODEID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(job_with_a_free_port()),
-    }  # fmt: skip
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost"}
+    step |= {"SLURM_JOB_ID": str(job_with_a_free_port())}
     arguments = line(data, tmp_path, "exp", scratch())
     with ThreadPoolExecutor() as pool:
         tasks = [
@@ -324,7 +321,7 @@ def test_two_machines(data: Path, trained: Trained, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "nproc"), [(2, 2), (3, 1), (3, 2)])
 def test_more_ranks_and_machines(data: Path, tmp_path: Path, count: int, nproc: int) -> None:
-    """L3 (ultralytics/ultralytics#16892, #20283, #22878): ranks of a machine share its work, whichever machine it is."""
+    """L3 (ultralytics/ultralytics#16892, #20283, #22878): ranks share the work of their machine, whichever it is."""
     machines = [Machine(rank) for rank in reversed(range(count))]
     batch = count * nproc
     done = on_machines(machines, line(data, tmp_path, "exp", scratch(f"--batch {batch} --cache ram")), nproc)
