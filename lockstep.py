@@ -263,7 +263,8 @@ class YOLO:
 
     def _load(self, path: Path, env: DistEnv) -> None:
         """Take the weights of a checkpoint. Collective."""
-        self.model, self.family, self.imgsz = load_model(path, env)
+        with torch.random.fork_rng(devices=[]):  # a new network draws weights before it gets its own
+            self.model, self.family, self.imgsz = load_model(path, env)
         self.weights_name = path.name
 
 
