@@ -4,6 +4,7 @@ A worker is the same script with the same command line; that it is one of severa
 under a launcher that was typed by hand.
 """
 
+import atexit
 import contextlib
 import ctypes
 import logging
@@ -18,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -28,8 +29,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from utils.devices import parse_device
 from utils.errors import USER_ERROR
 from utils.torch_utils import DistEnv
-
-T = TypeVar("T")
 
 OURS = "LOCKSTEP_LAUNCHER"  # in a worker's environment: the process that started it
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"  # those left out would kill the launcher, not its workers
@@ -184,11 +183,12 @@ def _lost_a_peer(failure: ProcessFailure) -> bool:
 # In a worker ----------------------------------------------------------------------------------------------------------
 
 
-def as_worker(main: Callable[[], T]) -> Callable[[], T | None]:
+def as_worker(main: Callable[[], int]) -> Callable[[], int]:
     """Make a script's main function fit to be run by a launcher.
 
     The process ends with the launcher, also if that is killed; an exception is handed to the launcher, and one of ours
-    prints it when all workers are gone, so that it is the last thing to be read.
+    prints it when all workers are gone, so that it is the last thing to be read. A worker that is done leaves without
+    taking the interpreter down: threads of Gloo that a group left behind would abort it then, now and again.
     """
     launcher = "TORCHELASTIC_RUN_ID" in os.environ or OURS in os.environ
     if not launcher:
@@ -197,8 +197,16 @@ def as_worker(main: Callable[[], T]) -> Callable[[], T | None]:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the launcher runs in the background
     if OURS in os.environ:
         sys.excepthook = lambda *_: None
-    recorded: Callable[[], T | None] = record(main)
-    return recorded
+    recorded: Callable[[], int | None] = record(main)
+
+    def leave() -> NoReturn:
+        status = recorded() or 0
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    return leave
 
 
 def end_with_parent(by: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:

@@ -6,6 +6,7 @@ Every rank writes to OUT/RANK.json what it measured, by the place of the delay.
 """
 
 import contextlib
+import gc
 import json
 import sys
 import time
@@ -63,3 +64,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # the network, its hooks and the group that it holds refer to each other

@@ -11,6 +11,7 @@ from tests.runs import flags, make_data
 DELAY = 1.0  # seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", ["--sync-bn", "--no-sync-bn"])
 def test_waiting_is_the_time_that_another_rank_is_late(tmp_path: Path, switch: str) -> None:
     """Wherever the second rank is late, the first one waits for it, and its own delay is not waiting."""
