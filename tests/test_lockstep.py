@@ -33,7 +33,7 @@ from utils.errors import UserError
 from utils.jobs import JOB, job_folder, read_job, write_job
 
 SLOW = pytest.mark.slow
-LIMIT = 300.0  # seconds; a healthy script takes a tenth
+LIMIT = 600.0  # seconds; a healthy script takes 30 at most
 SOON = 15.0  # seconds to the end of all processes after one has failed; it takes 3 on an idle machine
 CALL = 'imgsz=64, batch=4, workers=0, noplots=True, project="runs", name="run"'
 
@@ -97,12 +97,14 @@ class Done(NamedTuple):
         status: of the script.
         stdout: of all processes.
         stderr: of all processes.
-        seconds: that it took.
+        noted: seconds from the start to the sabotage, if there is one.
+        seconds: from the start to the end of the last process.
     """
 
     status: int
     stdout: str
     stderr: str
+    noted: float
     seconds: float
 
 
@@ -144,8 +146,10 @@ def run(folder: Path, data: Path, code: str, *command: str, typed: str = "") -> 
     )  # fmt: skip
     while marked_processes() and time.time() - start < LIMIT:
         time.sleep(0.05)
-    assert left_in(folder) == []
-    return Done(done.returncode, done.stdout, done.stderr, time.time() - start)
+    assert left_in(folder) == [], done.stderr
+    end, note = time.time(), folder / "note"
+    noted = float(note.read_text()) - start if note.exists() else 0.0
+    return Done(done.returncode, done.stdout, done.stderr, noted, end - start)
 
 
 def left_in(folder: Path) -> list[str]:
@@ -277,7 +281,7 @@ def test_class_in_a_script_without_guard(data: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
+@SLOW
 def test_script_that_ends_as_it_is_imported(data: Path, tmp_path: Path) -> None:
     """L8: that is said as well."""
     done = run(tmp_path, data, """
@@ -295,7 +299,7 @@ def test_script_that_ends_as_it_is_imported(data: Path, tmp_path: Path) -> None:
     assert "and there it ended the process (sys.exit(2)): put it behind a guard\n" in done.stderr
 
 
-@pytest.mark.slow
+@SLOW
 def test_module_as_a_script(data: Path, tmp_path: Path) -> None:
     """L8: ``python -m package.script``."""
     (tmp_path / "package").mkdir()
@@ -335,7 +339,7 @@ def assert_session(text: str, folder: Path) -> None:
     assert (folder / "notes.txt").read_text() == "True 0 runs/run None\n"
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("kind", ["-c", "-i"])
 def test_interactive(data: Path, tmp_path: Path, kind: str) -> None:
     """L5, L9: ``python -c`` and what is typed."""
@@ -355,7 +359,7 @@ json.dump([[output.get("text", str(output)) for output in cell.outputs] for cell
 """
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.skipif(not all(map(importlib.util.find_spec, ("nbclient", "ipykernel"))), reason="needs a notebook server")
 def test_notebook(data: Path, tmp_path: Path) -> None:
     """L5, L9: what workers say stands below the cell."""
@@ -444,8 +448,7 @@ def test_any_process_ends(data: Path, tmp_path: Path, whom: str, name: str | Non
     """L5, L13: Ctrl-C, a kill or a quiet end of the script, the launcher or rank 0; nothing stays behind."""
     number = "None" if name is None else f"signal.{name}"
     done = run(tmp_path, data, ENDED.replace("WHOM", f'"{whom}", {number}'))
-    seconds = time.time() - float((tmp_path / "note").read_text())
-    assert seconds < SOON
+    assert 0 < done.seconds - done.noted < max(SOON, done.noted), "or as fast as they started, on a busy machine"
     assert done.status == status, done.stderr
     assert (done.stderr.splitlines() or [""])[-1].endswith(last)
     assert "last words\n" in done.stdout, "what was printed is not lost with its process"
@@ -476,6 +479,7 @@ def test_interrupted_at_once(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "runs").exists()
 
 
+@SLOW
 def test_caller_that_is_gone(data: Path, tmp_path: Path) -> None:
     """L5: a launcher whose caller was killed before it could look at it starts nothing, and clears up."""
     folder = tmp_path / "job"

@@ -371,7 +371,7 @@ def test_two_machines_with_addresses_of_their_own(
     network: Network, data: Path, trained: Trained, tmp_path: Path
 ) -> None:
     """L3: no rank may listen where only its own machine reaches it, though its name leads there."""
-    arguments = line(data, tmp_path / "runs", "exp", scratch())
+    arguments = line(data, tmp_path / "runs", "exp", scratch("--dist-timeout 100"))
     second, first = on_machines(network.machines[::-1], arguments, 1, address=network.name)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert_same_run(tmp_path / "runs/exp", trained.project / "cpu")

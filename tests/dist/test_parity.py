@@ -31,7 +31,8 @@ IMAGES, FEW, MICRO_BATCHES = 80, 48, 7  # the last of an epoch of all images is 
 FIRST, LAST = 15, 20  # epochs that parity is measured over; the warm-up ends with the 100th micro-batch, before them
 UNEVEN = (0, 0, 0, 3, 0, 0, 0, 1)  # objects in images
 
-several = pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+# Three and four ranks on two cores take a minute or more each.
+several = pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
 both_precisions = pytest.mark.parametrize("precision", ["float64", "float32"])
 
 
@@ -254,7 +255,9 @@ def test_twenty_steps(lab: Lab, ranks: int, precision: str) -> None:
     assert one[0].metrics[2] > 0.05  # of mAP50: something is found
 
 
-@pytest.mark.parametrize("name", ["rect", "multi_scale", "tiny", "tiny_rect"])
+@pytest.mark.parametrize(
+    "name", ["rect", "multi_scale", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiny", "tiny_rect"))]
+)
 def test_other_batches(lab: Lab, name: str) -> None:
     """Shapes, images and results are those of one process, also for less images than ranks.
 
@@ -304,7 +307,8 @@ def test_without_sync_bn(lab: Lab) -> None:
 # Resume ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_resumed_run_is_the_whole_run(lab: Lab, ranks: int) -> None:
     """To the bit: on three ranks, if DDP ordered its buckets anew in the middle, sums would be rounded otherwise."""
     stopped, whole, resumed = (
@@ -314,6 +318,7 @@ def test_resumed_run_is_the_whole_run(lab: Lab, ranks: int) -> None:
     assert_same_run(lab.run_dir("whole", ranks), lab.run_dir("stopped", ranks))
 
 
+@pytest.mark.slow
 def test_resume_on_one_rank(lab: Lab) -> None:
     """A run of two ranks goes on with the images it would have had, and learns as it would have."""
     whole, moved = lab.run(3, "whole"), lab.run(1, "moved")

@@ -142,7 +142,7 @@ def test_all_ranks_stop_in_the_same_epoch(tmp_path: Path) -> None:
     """
     data = make_data(tmp_path / "data", count=4)
     (tmp_path / "still.yaml").write_text("lr0: 0\nwarmup_bias_lr: 0\n")
-    common = f"--hyp {tmp_path}/still.yaml --patience 1"
+    common = f"--hyp {tmp_path}/still.yaml --patience 1 --dist-timeout 100"
     commands = {
         "stopped": Command(flags(data, tmp_path, f"{common} --val-period 2 --epochs 8 --name stopped")),
         "noval": Command(flags(data, tmp_path, f"{common} --noval --epochs 3 --name noval")),
