@@ -34,6 +34,7 @@ from utils.config import TrainConfig
 from utils.data_config import build_train_config
 from utils.errors import run_cli
 from utils.flags import given_flags
+from utils.launch import as_worker
 from utils.torch_utils import process_group
 
 IMAGES = 8
@@ -158,4 +159,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(as_worker(main))

@@ -183,7 +183,7 @@ def _lost_a_peer(failure: ProcessFailure) -> bool:
 # In a worker ----------------------------------------------------------------------------------------------------------
 
 
-def as_worker(main: Callable[[], int]) -> Callable[[], int]:
+def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
     """Make a script's main function fit to be run by a launcher.
 
     The process ends with the launcher, also if that is killed; an exception is handed to the launcher, and one of ours

@@ -24,6 +24,7 @@ import train
 from models.yolo import DetectionModel
 from tests.dist.launch import free_port, torchrun
 from tests.runs import torch_settings_kept
+from utils.launch import as_worker
 from utils.errors import UserError
 
 
@@ -122,4 +123,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_worker(main)()

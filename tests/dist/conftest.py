@@ -21,7 +21,7 @@ def marked() -> Iterator[None]:
     name, value = MARK.split("=")
     os.environ[name] = value
     yield
-    del os.environ[name]
+    os.environ.pop(name, None)
 
 
 @pytest.fixture(autouse=True)

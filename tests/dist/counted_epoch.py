@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import train
 from tests.dist.launch import free_port, torchrun
+from utils.launch import as_worker
 from utils.config import TrainConfig
 from utils.console import RunClock
 from utils.data_config import build_train_config
@@ -184,4 +185,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_worker(main)()

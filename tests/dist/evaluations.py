@@ -17,6 +17,7 @@ import numpy as np
 
 import val
 from tests.dist.launch import free_port, torchrun
+from utils.launch import as_worker
 from utils.config import Hyp, ValConfig
 from utils.dataloaders import DetectionDataset, val_loader
 from utils.image_cache import ImageCache
@@ -108,4 +109,4 @@ def main() -> None:
 if __name__ == "__main__":
     from tests.dist import evaluations  # under the name that pickles have
 
-    evaluations.main()
+    as_worker(evaluations.main)()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import train
+from utils.launch import as_worker
 from utils.config import TrainConfig
 from utils.console import RunClock
 from utils.data_config import build_train_config
@@ -236,4 +237,4 @@ def main(job: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    as_worker(lambda: main(Path(sys.argv[1])))()

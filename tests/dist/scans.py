@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from utils.launch import as_worker
 from utils.data_config import load_data
 from utils.dataset import open_splits
 from utils.errors import UserError
@@ -31,4 +32,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_worker(main)()

@@ -6,7 +6,6 @@ Every rank writes to OUT/RANK.json what it measured, by the place of the delay.
 """
 
 import contextlib
-import gc
 import json
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import train
 from benchmarks.scaling_rank import WARMED_UP, Rank, cores
+from utils.launch import as_worker
 from utils.config import TrainConfig
 from utils.data_config import build_train_config
 from utils.dataloaders import Batch
@@ -63,5 +63,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
-    gc.collect()  # the network, its hooks and the group that it holds refer to each other
+    as_worker(main)()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from utils.launch import as_worker
 from utils.sync_bn import SyncBatchNorm, average_buffers, convert_sync_bn
 from utils.torch_utils import DistEnv, all_gather_objects, all_reduce_sum, process_group
 
@@ -305,4 +306,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    as_worker(lambda: main(Path(sys.argv[1])))()

@@ -30,7 +30,7 @@ def reads(found: list[Event]) -> Counter[str]:
 
 # --- A run's files ---------------------------------------------------------------------------------------------------
 
-TRAIN_IMAGES, VAL_IMAGES, EPOCHS = 40, 8, 3
+TRAIN_IMAGES, VAL_IMAGES, EPOCHS = 24, 8, 3
 
 
 class Watched(NamedTuple):

@@ -74,7 +74,7 @@ def alone(golden: Path) -> dict[str, Part]:
         return {name: evaluate_here(case, env) for name, case in cases(golden).items()}
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow), 4])
 def ranks(
     request: pytest.FixtureRequest, golden: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Part]]:
@@ -122,7 +122,7 @@ def test_val_py_writes_the_same_files(golden: Path, tmp_path: Path) -> None:
     line = ["--weights", golden / "golden.pt", "--data", golden / "shapes/data.yaml", "--project", tmp_path]
     line += ["--batch", 2, "--workers", 0, "--save-json", "--save-txt", "--save-conf", "--noplots", "--device", "cpu"]
     val.main([*map(str, line), "--name", "alone"])
-    done = torchrun([PROJECT / "val.py", *line, "--name", "ranks"], 3, port=free_port(), timeout=LIMIT)
+    done = torchrun([PROJECT / "val.py", *line, "--name", "ranks"], 2, port=free_port(), timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "ranks"]
     assert done.stdout.count("speed per image") == 1
@@ -145,7 +145,7 @@ def test_all_ranks_stop_in_the_same_epoch(tmp_path: Path) -> None:
     common = f"--hyp {tmp_path}/still.yaml --patience 1 --dist-timeout 100"
     commands = {
         "stopped": Command(flags(data, tmp_path, f"{common} --val-period 2 --epochs 8 --name stopped")),
-        "noval": Command(flags(data, tmp_path, f"{common} --noval --epochs 3 --name noval")),
+        "noval": Command(flags(data, tmp_path, f"{common} --noval --epochs 2 --name noval")),
     }
     seen = dict(zip(commands, run_commands(list(commands.values()), 2, tmp_path / "seen", LIMIT), strict=True))
     table = results(tmp_path / "stopped")
@@ -155,5 +155,5 @@ def test_all_ranks_stop_in_the_same_epoch(tmp_path: Path) -> None:
     state = load_checkpoint(tmp_path / "stopped/weights/last.pt")["state"]
     assert (state["stopped"], state["epoch"], state["best_epoch"]) == (True, 4, 1)
 
-    assert [len(rank.batches) for rank in seen["noval"]] == [3, 3]
-    assert results(tmp_path / "noval")["metrics/recall"].notna().tolist() == [False, False, True]
+    assert [len(rank.batches) for rank in seen["noval"]] == [2, 2]
+    assert results(tmp_path / "noval")["metrics/recall"].notna().tolist() == [False, True]
