@@ -1,6 +1,7 @@
 """Ranks and what passes between them, the global batch, EMA and checkpoints: what a run needs from torch itself."""
 
 import copy
+import gc
 import itertools
 import math
 import os
@@ -197,6 +198,7 @@ def process_group(
         barrier(env)  # whoever leaves first would take the meeting point along
     finally:
         _machine_group.clear()
+        gc.collect()  # a network in a cycle of references would keep the group, and Gloo's threads, beyond its end
         dist.destroy_process_group()
 
 

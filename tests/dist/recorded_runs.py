@@ -7,6 +7,7 @@ A job is a list of cases; ``NAME.pt`` beside it then holds the records of a case
 
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import json
 import os
