@@ -24,8 +24,8 @@ import train
 from models.yolo import DetectionModel
 from tests.dist.launch import free_port, torchrun
 from tests.runs import torch_settings_kept
-from utils.launch import as_worker
 from utils.errors import UserError
+from utils.launch import as_worker
 
 
 @dataclass

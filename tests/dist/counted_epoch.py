@@ -24,12 +24,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import train
 from tests.dist.launch import free_port, torchrun
-from utils.launch import as_worker
 from utils.config import TrainConfig
 from utils.console import RunClock
 from utils.data_config import build_train_config
 from utils.dataloaders import Batch
 from utils.flags import given_flags
+from utils.launch import as_worker
 from utils.run_events import train_start
 from utils.run_state import Run
 from utils.sync_bn import SyncBatchNorm

@@ -7,7 +7,6 @@ A job is a list of cases; ``NAME.pt`` beside it then holds the records of a case
 
 import contextlib
 import dataclasses
-import gc
 import hashlib
 import json
 import os
@@ -24,12 +23,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import train
-from utils.launch import as_worker
 from utils.config import TrainConfig
 from utils.console import RunClock
 from utils.data_config import build_train_config
 from utils.dataloaders import Batch
 from utils.flags import given_flags
+from utils.launch import as_worker
 from utils.run_events import train_start
 from utils.run_state import Run
 from utils.torch_utils import DistEnv, barrier, gather_objects, once, process_group
