@@ -36,10 +36,10 @@ class InputConvention:
     scale: float = 1 / 255
     channel_order: str = "RGB"
 
-    def blank(self, model: DetectionModel, device: torch.device) -> Tensor:
-        """Return the smallest batch that a network trains on, (2, 3, H, W) prepared and all black."""
-        side = 2 * model.max_stride
-        return self.prepare(torch.zeros(2, model.channels, side, side, dtype=torch.uint8, device=device))
+    def blank(self, model: DetectionModel, device: torch.device, batch: int = 2, side: int = 0) -> Tensor:
+        """Return black images, (batch, 3, side, side) prepared; by default the smallest batch to train on."""
+        side = side or 2 * model.max_stride
+        return self.prepare(torch.zeros(batch, model.channels, side, side, dtype=torch.uint8, device=device))
 
     def prepare(self, images: Tensor) -> Tensor:
         """Turn a batch as the loader gives it into the network's input, on the device it is on.
@@ -111,7 +111,7 @@ def fit_anchors(raw_model: DetectionModel, index: LabelIndex, hyp: Hyp, imgsz: i
     anchors = raw_model.anchors.numpy()
     before = autoanchor.measure(anchors, sizes, hyp.anchor_t)
     text = f"best possible recall {before.bpr:.4f}, {before.aat:.2f} anchors match a label: "
-    if before.bpr >= autoanchor.GOOD_RECALL and not generic:
+    if once(lambda: before.bpr >= autoanchor.GOOD_RECALL and not generic, env):
         log.info(f"anchors     {text}kept")
         return
     found = once(lambda: autoanchor.search(sizes, anchors.shape[0], anchors.shape[1], hyp.anchor_t, seed), env)

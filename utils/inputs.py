@@ -18,11 +18,11 @@ from models.yolo import DetectionModel, load_state
 from utils import augmentations
 from utils.callbacks import Callback
 from utils.checkpoint_files import checkpoint_bytes
-from utils.config import Hyp, TrainConfig, ValConfig, build_config, load_hyp
+from utils.config import Hyp, TrainConfig, ValConfig, build_config, config_to_dict, load_hyp
 from utils.data_config import DataConfig, load_data
 from utils.dataloaders import choose_num_workers, choose_val_batch, loader_bytes, max_imgsz
 from utils.dataset import LabelIndex, check_same_data, open_splits
-from utils.errors import Problems
+from utils.errors import Problems, UserError
 from utils.image_cache import SHARED_MEMORY, shared_memory_beside
 from utils.loggers import loggers_from_names
 from utils.logging import get_logger
@@ -32,6 +32,7 @@ from utils.torch_utils import (
     BatchPlan,
     DistEnv,
     all_gather_objects,
+    once,
     share_problems,
     split_global_batch,
 )
@@ -65,9 +66,10 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
         UserError: lists what is wrong with recipe, data, labels, network, weights, image size, batch, and with the
             machine for such a run.
     """
+    check_same_settings(flags_of_all(config), env)
     problems = Problems()
     plan = problems.attempt(lambda: split_global_batch(config.batch_size, env.world_size, config.nbs))
-    precision = problems.attempt(lambda: choose_precision(config.amp, env.device))
+    precision = problems.attempt(lambda: same_precision(config.amp, env))
     folder = Path(resumed["run_dir"]) if resumed else Path(config.project, config.name)
     if env.is_main_process:
         problems.attempt(lambda: check_run_folder(folder, config.exist_ok or resumed is not None))
@@ -82,6 +84,8 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
     share_problems(problems, env)
     check_same_data(indexes, env)
     assert plan and precision and hyp and data and raw_model  # else there were problems
+    recipe = {f"{name} of --hyp": value for name, value in config_to_dict(hyp).items()}
+    check_same_settings(recipe | {"the network of --cfg": raw_model.yaml}, env)
 
     family, imgsz = family_of(raw_model.yaml), fit_imgsz(config.imgsz, raw_model)
     inputs = TrainInputs(
@@ -92,6 +96,16 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
     for doubt in [*data.doubts, *doubts_about_splits(indexes["train"], indexes["val"], env)]:
         get_logger().warning(doubt)
     return inputs
+
+
+def same_precision(flag: str, env: DistEnv) -> Precision:
+    """Return the precision that rank 0 decided on. Collective.
+
+    Raises:
+        UserError: rank 0 or this rank can't compute in it.
+    """
+    name = once(lambda: choose_precision(flag, env.device).name, env)
+    return choose_precision(name, env.device)
 
 
 def doubts_about_splits(train: LabelIndex, val: LabelIndex, env: DistEnv) -> list[str]:
@@ -106,6 +120,40 @@ def doubts_about_splits(train: LabelIndex, val: LabelIndex, env: DistEnv) -> lis
         f"{len(both)} of the {len(val)} images in val are in train too, such as {both[0]}: the figures tell how well "
         "they were learned by heart; name images in val that are not trained on"
     ]
+
+
+# These may be a machine's own. Of files their content has to be the same.
+MACHINE_FLAGS = {"data", "cfg", "hyp", "device", "workers", "cache", "project", "name", "dist_timeout"}
+
+
+def flags_of_all(config: TrainConfig | ValConfig) -> dict[str, Any]:
+    """Return the flags that all ranks have to agree on, as they are typed."""
+    values = config_to_dict(config).items()
+    return {f"--{name.replace('_', '-')}": value for name, value in values if name not in MACHINE_FLAGS}
+
+
+def check_same_settings(settings: Mapping[str, Any], env: DistEnv) -> None:
+    """Compare what the ranks were told; machines are started one by one. Collective: every rank must call it.
+
+    Args:
+        settings: plain values by name, the same names on all ranks.
+        env: this rank's place.
+
+    Raises:
+        UserError: names those that differ.
+    """
+    told = all_gather_objects(dict(settings), env)
+    differing = []
+    for name, first in told[0].items():
+        other = next((its[name] for its in told if its[name] != first), first)
+        if other != first:
+            values = f"{first} and {other}"
+            differing.append(f"{name} ({values})" if len(values) < 80 else name)
+    if differing:
+        raise UserError(
+            f"the machines were started with different settings: {', '.join(differing)}; start all with the same flags "
+            "and files"
+        )
 
 
 def read_network(
@@ -219,6 +267,7 @@ def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
     Raises:
         UserError: lists what is wrong with data, labels, weights, image size and the run folder.
     """
+    check_same_settings(flags_of_all(config), env)
     problems = Problems()
     run_dir = Path(config.project, config.name)
     if env.is_main_process:

@@ -483,11 +483,12 @@ class ModelEMA(Generic[M]):
         self.module: M = copy.deepcopy(raw_model).eval().requires_grad_(False)
         self.decay, self.tau = decay, tau
         self.updates = 0
-        distinct = {tensor.data_ptr(): name for name, tensor in self.module.state_dict().items()}  # tied ones once
+        state = self.module.state_dict()
+        distinct = {tensor.data_ptr(): name for name, tensor in state.items()}  # tied ones once
         if buffers_only:
             buffers = dict(self.module.named_buffers())
             distinct = {place: name for place, name in distinct.items() if name in buffers}
-        self.floating = [name for name in distinct.values() if self.module.state_dict()[name].is_floating_point()]
+        self.floating = [name for name in distinct.values() if state[name].is_floating_point()]
         self.counters = [name for name in distinct.values() if name not in set(self.floating)]
         self.skipped = torch.zeros((), device=next(raw_model.parameters()).device)
 

@@ -35,10 +35,12 @@ class Case:
     Attributes:
         line: its arguments.
         env: variables that are set meanwhile.
+        others: what ranks other than 0 have behind it.
     """
 
     line: list[str]
     env: dict[str, str] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -105,7 +107,7 @@ def see(case: Case) -> Seen:
     os.environ.update(case.env)
     with contextlib.redirect_stdout(io.StringIO()) as said, torch_settings_kept():
         try:
-            train.main(case.line)
+            train.main(case.line + case.others * (os.environ.get("RANK", "0") != "0"))
         except UserError as error:
             seen.error = str(error)
     handle.remove()

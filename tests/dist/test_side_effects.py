@@ -273,3 +273,25 @@ def test_ranks_draw_different_numbers(tmp_path: Path) -> None:
 
     assert mistaken[0].error == mistaken[1].error
     assert "file is a file; choose a folder you can write to" in mistaken[0].error
+
+
+def test_ranks_with_different_settings(tmp_path: Path) -> None:
+    """Lines typed on several machines: what differs is named on all, and nothing is trained (Paddle#57220).
+
+    Elsewhere ranks wait for each other, or train two networks.
+    """
+    data = make_data(tmp_path / "data", count=4)
+    (tmp_path / "hyp.yaml").write_text("lr0: 0.02\n")
+    other_data = tmp_path / "data/same.yaml"
+    shutil.copy(data, other_data)
+    line = flags(data, tmp_path / "runs", "--epochs 1 --dist-timeout 60")
+    cases = {
+        "--batch-size (4 and 8)": Case(line, others=["--batch", "8"]),
+        "lr0 of --hyp (0.01 and 0.02)": Case(line, others=["--hyp", str(tmp_path / "hyp.yaml")]),
+        "the network of --cfg": Case(line, others=["--cfg", "yolov5s.yaml"]),
+        "": Case(line, others=["--data", str(other_data), "--workers", "1", "--name", "unused"]),
+    }
+    for name, seen in zip(cases, run_commands(list(cases.values()), RANKS, tmp_path / "seen", LIMIT), strict=True):
+        error = f"the machines were started with different settings: {name}; start all with the same flags and files"
+        assert [rank.error for rank in seen] == [error if name else ""] * RANKS
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
