@@ -31,9 +31,10 @@ from utils import augmentations
 from utils.config import Hyp
 from utils.dataset import LabelIndex, read_image
 from utils.errors import UserError
+from utils.forks import fork_context
 from utils.image_cache import ImageCache
 from utils.images import ImageError
-from utils.interrupts import interrupts_held
+from utils.interrupts import STOP_SIGNALS, interrupts_held
 from utils.polygons import Polygons
 from utils.torch_utils import ALONE, DistEnv, gather_objects, once_per_machine
 
@@ -44,6 +45,7 @@ SHAPE_POSITION = 2**64 - 2
 
 PREFETCH_BATCHES = 2  # per worker
 WORKER_NICENESS = 10
+WORKER_PATIENCE = 60  # seconds that a worker serves on after SIGTERM: as long as the launcher waits for a run to save
 MULTI_SCALE = (0.5, 1.5)  # of the image size
 
 
@@ -436,13 +438,25 @@ def loader_bytes(num_workers: int, batch: int, imgsz: int) -> int:
 
 
 def _init_worker(_worker_id: int, yield_cores: bool) -> None:
-    """One thread per worker; Ctrl-C is the main process's business, which then ends the workers."""
+    """One thread per worker; signals to stop are the main process's business, which then ends the workers.
+
+    Schedulers send them to all processes at once, and the main process may still need batches up to where it stops.
+    """
     if yield_cores and hasattr(os, "nice"):
         # Training on the CPU needs all cores at once: a worker that holds one makes the threads on the others wait.
         os.nice(WORKER_NICENESS)
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "alarm"):
+        signal.signal(signal.SIGTERM, _end_soon)
+
+
+def _end_soon(number: int, _frame: object) -> None:
+    """End in a while, unless the main process ends this one before; at once when asked again."""
+    signal.signal(number, signal.SIG_DFL)
+    signal.alarm(WORKER_PATIENCE)
 
 
 def _data_loader(
@@ -461,7 +475,7 @@ def _data_loader(
         collate_fn=partial(collate, batch_size=batch_size),
         pin_memory=device.type == "cuda",
         worker_init_fn=partial(_init_worker, yield_cores=device.type == "cpu"),
-        multiprocessing_context=("fork" if sys.platform == "linux" else "spawn") if parallel else None,
+        multiprocessing_context=(fork_context() if sys.platform == "linux" else "spawn") if parallel else None,
         prefetch_factor=PREFETCH_BATCHES if parallel else None,
         persistent_workers=parallel,
         generator=torch.Generator(),  # of seeds that nobody uses; each pass would else move PyTorch's global generator

@@ -6,6 +6,7 @@ Shape letters: n images, M boxes over all images, L boxes of one image.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from multiprocessing import connection, get_context
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +32,13 @@ from tqdm import tqdm
 
 from utils.data_config import DataConfig, check_split_paths
 from utils.data_report import Problem, ScanReport, report_csv, shortened
+from utils.data_sets import ensure_data
 from utils.errors import Problems, UserError
+from utils.forks import fork_context
 from utils.image_lists import labels_without_image, list_images
 from utils.images import ImageError, image_size, read_image
-from utils.interrupts import interrupts_held
+from utils.index_arrays import arrays_of, check_numbers
+from utils.interrupts import STOP_SIGNALS, interrupts_held
 from utils.labels import BAD_CLASS, RowReader, check_rows, label_path
 from utils.polygons import Polygons
 from utils.shapes import ensure_shapes
@@ -46,6 +50,7 @@ RULES_VERSION = 3  # raise it whenever a rule, the row format or the file format
 MAGIC = b"LSINDEX1"
 CHUNK = 512  # images per unit of work: long enough for vectorized checks, short enough for an even progress bar
 MIN_SIDE, MAX_PIXELS = 10, 1 << 28
+LARGEST_LABELS = 64 << 20  # bytes of a label file
 LISTED = 20  # problems in an error message
 LABELLED, MISSING, EMPTY, CORRUPT = range(4)
 NO_FILE, NO_ACCESS = -1, -2  # in place of a file's size
@@ -82,7 +87,7 @@ def _scan_chunk(paths: Sequence[str], stats: np.ndarray, num_classes: int, singl
     for i, (path, name, label_size) in enumerate(zip(paths, names, stats[:, 2].tolist(), strict=True)):
         try:
             shapes[i] = _checked_size(path)
-            text = b"" if label_size in (0, NO_FILE) else _read(name)
+            text = b"" if label_size in (0, NO_FILE) else _read(name, label_size)
         except ImageError as error:
             status[i] = CORRUPT
             problems.append(Problem(path, 0, str(error).removeprefix(f"{path}: "), LEFT_OUT[0]))
@@ -100,7 +105,9 @@ def _scan_chunk(paths: Sequence[str], stats: np.ndarray, num_classes: int, singl
     return _Part(status, shapes, counts, rows.box.astype(np.float32), corners, points, problems)
 
 
-def _read(file: str) -> bytes:
+def _read(file: str, size: int) -> bytes:
+    if size > LARGEST_LABELS:
+        raise OSError(errno.EFBIG, f"{size} bytes, more than {LARGEST_LABELS}")
     with open(file, "rb", buffering=0) as opened:  # label files are short: a buffer costs more than it saves
         return opened.readall()
 
@@ -159,7 +166,7 @@ def _parallel(work: Callable[[int], _Part], items: list[int], workers: int) -> I
         with ThreadPoolExecutor(workers) as pool:
             yield from zip(items, pool.map(work, items), strict=True)
         return
-    context = get_context("fork")
+    context = fork_context()
     readers: list[connection.Connection] = []
     processes = []
     try:
@@ -200,7 +207,8 @@ def _receive(reader: Any) -> tuple[int, _Part] | None:
 
 def _forked(work: Callable[[int], _Part], items: list[int], writer: Any, inherited: list[Any]) -> None:
     """Life of a scan worker: send (item, result) for each item, then None; an exception takes the place of a result."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its workers
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # the parent gets it too, and ends its workers
     for reader in inherited:
         reader.close()  # with no reader left when the parent is gone, sending fails and this process ends as well
     try:
@@ -521,8 +529,8 @@ def _store(index: LabelIndex, files: list[Path], logger: logging.Logger) -> Labe
 def open_index(file: Path, key: str, logger: logging.Logger | None = None) -> LabelIndex | None:
     """Map a cache file; None if there is none or if it belongs to another state of the data set.
 
-    A damaged file is None too, with a warning. Without a logger the arrays' checksum is not computed: for another
-    process of the same run.
+    A damaged file is None too, with a warning. Without a logger the arrays' checksum is not computed, and what they say
+    is not checked: for another process of the same run.
     """
     try:
         with open(file, "rb") as opened:
@@ -539,13 +547,15 @@ def open_index(file: Path, key: str, logger: logging.Logger | None = None) -> La
         body = np.ndarray(header["bytes"], np.uint8, data, start)
         if header["key"] != key:
             return None
-        if logger is not None and zlib.crc32(body.data) != header["crc"]:
-            raise ValueError("damaged arrays")
-    except (ValueError, TypeError, KeyError, struct.error):
+        arrays = arrays_of(header, body)
+        if logger is not None:
+            if zlib.crc32(body.data) != header["crc"]:
+                raise ValueError("damaged arrays")
+            check_numbers(arrays, header["num_classes"])
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, struct.error):
         if logger is not None:
             logger.warning(f"the label index {file} is damaged and is built again")
         return None
-    arrays = {name: np.ndarray(shape, kind, data, start + at) for name, (kind, shape, at) in header["arrays"].items()}
     return LabelIndex(arrays, header, file)
 
 
@@ -565,7 +575,7 @@ def open_splits(
     strict: bool = False,
     labelled: Sequence[str] = ("train", "val"),
 ) -> dict[str, LabelIndex]:
-    """Return the labels of some splits, drawing the data set first if it is the built-in one. Collective.
+    """Return the labels of some splits, drawing or fetching the data set first if it is not there. Collective.
 
     Args:
         data: where they are.
@@ -579,6 +589,8 @@ def open_splits(
     """
     if data.generator is not None:
         once_per_machine(partial(ensure_shapes, data.root), env)
+    else:
+        once_per_machine(partial(ensure_data, data, splits), env)
     problems = Problems()
     found = {split: problems.attempt(partial(_open_split, data, split, split in labelled, env)) for split in splits}
     indexes = {split: index for split, index in found.items() if index is not None}

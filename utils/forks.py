@@ -1,0 +1,61 @@
+"""Forked processes that have surely begun to run.
+
+A process with several threads, such as Gloo's, may fork at a moment when another of them holds a lock of the Python
+interpreter. Up to Python 3.11 the child then waits for that lock for good, before it runs any code, and who waits for
+the child's work waits as long. So each child says that it lives, and one that does not is replaced.
+"""
+
+import os
+import sys
+from multiprocessing import connection, context
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+PATIENCE = 5.0  # seconds; to replace a child that was merely slow does no harm
+TRIES = 12
+
+
+def fork_context() -> context.BaseContext:
+    """Return the multiprocessing context of such processes; on Linux only, elsewhere forking is not safe."""
+    assert sys.platform == "linux", sys.platform
+    return _Context()
+
+
+if sys.platform == "linux":
+    from multiprocessing import popen_fork
+
+    class _Newborn:
+        """Stands for a process until it has said that it lives."""
+
+        def __init__(self, process: BaseProcess, writer: int) -> None:
+            self._process, self._writer = process, writer
+
+        def _bootstrap(self, parent_sentinel: int) -> int:
+            os.write(self._writer, b"1")
+            os.close(self._writer)
+            return self._process._bootstrap(parent_sentinel=parent_sentinel)  # type: ignore[attr-defined, no-any-return]
+
+    class _Popen(popen_fork.Popen):
+        def _launch(self, process_obj: Any) -> None:
+            for _ in range(TRIES):
+                reader, writer = os.pipe()
+                try:
+                    super()._launch(_Newborn(process_obj, writer))  # type: ignore[misc]
+                    os.close(writer)
+                    if connection.wait([reader], PATIENCE):
+                        return
+                finally:
+                    os.close(reader)
+                self.kill()
+                self.wait()
+                self.close()
+                self.returncode = None
+            raise RuntimeError(f"{TRIES} processes in a row did not begin to run; is the machine overloaded?")
+
+    class _Process(context.ForkProcess):
+        @staticmethod
+        def _Popen(process_obj: BaseProcess) -> popen_fork.Popen:  # noqa: N802, the base class's name
+            return _Popen(process_obj)
+
+    class _Context(context.ForkContext):
+        Process = _Process
