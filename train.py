@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,17 @@ from typing import Any
 import torch
 
 import val
+from models.families import weights_of
 from models.start import check_launchable, choose_sync_bn
 from models.yolo import load_state
 from utils.autobatch import AUTOMATIC, automatic_batch
 from utils.callbacks import Callback, Callbacks, CheckpointSaved, check_callbacks
-from utils.config import build_config, config_to_dict
+from utils.checkpoint_writer import CheckpointWriter
+from utils.config import config_to_dict, seconds_of
 from utils.console import EpochProgress, RunClock, duration
+from utils.cuda_graph import can_capture, capture
 from utils.data_config import build_train_config
-from utils.data_parallel import accumulating, wrap
+from utils.data_parallel import accumulating, replica_devices, replicate, wrap
 from utils.data_report import write_report
 from utils.dataloaders import (
     Batch,
@@ -56,34 +59,46 @@ from utils.dataloaders import (
     val_loader,
 )
 from utils.devices import to_device
-from utils.errors import UserError, run_cli
+from utils.errors import DivergedError, NotWrittenError, UserError, run_cli
 from utils.flags import given_flags
 from utils.header import header
 from utils.inputs import read_inputs
+from utils.interrupts import StopRequest, stops_end_the_process
 from utils.launch import as_worker, launch, say, worker_devices
 from utils.logging import DeviceMeter, get_logger
 from utils.metrics import TableRow, format_table
 from utils.optim import Schedule, build_optimizer
 from utils.plots import Plots
+from utils.profiler import no_step, profiling
+from utils.resume import check_ranks, resume
 from utils.run_events import epoch_end, train_end, train_start
-from utils.run_folder import (
-    create_run_dir,
-    find_resumable,
-    prepare_weights_dir,
-    write_description,
+from utils.run_folder import claim, create_run_dir, prepare_weights_dir, release, write_description
+from utils.run_state import (
+    WISHES,
+    Ballot,
+    Run,
+    TrainState,
+    leave,
+    load_run_state,
+    resumable,
+    save_at_end,
+    save_in_epoch,
+    wishes,
 )
-from utils.run_state import Run, TrainState, load_run_state, resumable, save
 from utils.seeds import seed_everything
+from utils.skips import LIMIT, LIMIT_FP16, SkipLog
 from utils.steps import MAX_GRAD_NORM, BufferSnapshot, guarded_step
 from utils.sync_bn import average_statistics, convert_sync_bn
 from utils.torch_utils import (
     DistEnv,
     ModelEMA,
+    all_gather_objects,
     broadcast_object,
     dist_env,
+    is_posted,
     load_checkpoint,
-    load_newest,
     once,
+    post,
     process_group,
     split_global_batch,
     start_all_reduce_sum,
@@ -91,8 +106,8 @@ from utils.torch_utils import (
 )
 
 LOSSES = ("box", "obj", "cls")
-# These may differ from the run that is continued.
-RESUMABLE_FLAGS = {"resume", "device", "dist_timeout", "workers", "cache", "project", "noplots", "loggers"}
+SHOWN_IMAGES = 8  # names in a warning
+STOP = "stop"  # posted by a rank that is asked to in a validation
 
 
 @dataclass(frozen=True)
@@ -129,6 +144,8 @@ def train(
     log = get_logger()
     run = set_up(config, env, resumed, callbacks)
     with resumable(run), run.callbacks, contextlib.ExitStack() as stack:
+        stack.callback(release, run.run_dir)
+        stack.enter_context(contextlib.closing(run.writer))
         stack.enter_context(run.plots)
         train_batches, val_batches = open_loaders(run, stack)
         log.info(header(run))
@@ -137,8 +154,11 @@ def train(
 
         # 5. loop ----------------------------------------------------------------------------------------------------
         clock = RunClock(config.epochs, run.state.epoch + run.state.batch / run.schedule.batches_per_epoch)
+        batches_left = run.schedule.batches_per_epoch - run.state.batch
+        step_done = stack.enter_context(profiling(config.profile, env, run.run_dir, batches_left))
+        stack.enter_context(run.stop.heeded())
         while run.state.epoch < config.epochs:
-            losses = train_epoch(run, train_batches, clock)
+            losses = train_epoch(run, train_batches, clock, step_done)
 
             # 6. epoch end: validation, files, verdict ---------------------------------------------------------------
             end_epoch(run, losses, val_batches, clock)
@@ -149,7 +169,9 @@ def train(
         results = finish(run, val_batches, clock)
         stack.close()  # waits for the pictures
         run.callbacks.train_end(train_end(run, results.evaluation))
-        return results
+    if run.writer.failed:
+        raise NotWrittenError(f"the last checkpoint of {run.run_dir} could not be written; the warnings above say why")
+    return results
 
 
 def set_up(
@@ -202,6 +224,10 @@ def set_up(
         meter=DeviceMeter(len(LOSSES), env.device),
         plots=Plots(run_dir, data.names, enabled=env.is_main_process and not config.noplots),
         callbacks=Callbacks([*inputs.loggers, *callbacks] if env.is_main_process else []),
+        writer=CheckpointWriter(),
+        ballot=Ballot(env.device),
+        skips=SkipLog(env.device),
+        stop=StopRequest(seconds_of(config.time_limit)),
         state=TrainState(),
     )
 
@@ -215,16 +241,29 @@ def set_up(
         convert_sync_bn(raw_model, env)
         run.buffers = BufferSnapshot(raw_model)
     run.model = wrap(raw_model, env, run.precision, family.inputs.blank(raw_model, env.device))
+    copies = replica_devices(config.dp, config.device, env)
+    if copies:
+        run.model = replicate(raw_model, run.precision, copies, plan.global_batch)
+    if can_capture(config, env):
+        capture(raw_model, family.inputs.blank(raw_model, env.device, plan.local_batch, imgsz), run.precision)
     return run
 
 
-def train_epoch(run: Run, batches: Iterator[Batch], clock: RunClock) -> list[float]:
+def train_epoch(
+    run: Run, batches: Iterator[Batch], clock: RunClock, step_done: Callable[[], None] = no_step
+) -> list[float]:
     """Train on the batches of one epoch that are still to do. Collective: every rank must call it.
+
+    Args:
+        run: where it is.
+        batches: of the training split, from where the run is.
+        clock: of the run.
+        step_done: called after each batch; see `utils.profiler`.
 
     Returns:
         Mean [box, objectness, class] losses of the epoch.
     """
-    config, state, schedule, criterion, device = run.config, run.state, run.schedule, run.criterion, run.env.device
+    state, schedule, criterion, device = run.state, run.schedule, run.criterion, run.env.device
     parameters = [parameter for parameter in run.raw_model.parameters() if parameter.requires_grad]
     progress = EpochProgress(state.epoch, schedule.batches_per_epoch, state.batch, clock, run.env)
     run.model.train()
@@ -239,33 +278,89 @@ def train_epoch(run: Run, batches: Iterator[Batch], clock: RunClock) -> list[flo
         state.since_step += 1
         step_now = schedule.step_now(i, state.since_step)
 
-        images = run.family.inputs.prepare(batch.images.to(device, non_blocking=True))
-        if config.multi_scale:
-            stride = run.raw_model.max_stride
-            size = batch_imgsz(config.seed, state.epoch, state.batch, run.imgsz, stride, multi_scale=True)
-            images = resize_batch(images, size, stride)
+        images = network_input(run, batch)
         matches = criterion.match(batch.targets, len(images), *images.shape[2:])
-        counts = start_all_reduce_sum(to_device(criterion.counts(matches), device), run.env)
+        own = torch.cat((criterion.counts(matches).flatten(), run.ballot.cast(wishes(run))))
+        shared = start_all_reduce_sum(to_device(own, device), run.env)
         with accumulating(run.model, step_now):
             with run.precision.autocast(device.type):
                 outputs = run.model(images)
             sums = criterion.sums(outputs, [level.to(device) for level in matches])
-            items = criterion.items(sums, counts())
+            counts, votes = shared().split((sums.numel(), WISHES))
+            items = criterion.items(sums, counts.view_as(sums))
             # Times N because DDP averages over ranks: the gradient is then that of the global batch, whatever N.
             run.scaler.scale(items.sum() * run.plan.global_batch * run.plan.world_size).backward()
 
-        if step_now:
-            found_inf = guarded_step(run.optimizer, parameters, MAX_GRAD_NORM, run.scaler)
-            run.buffers.restore(found_inf)
-            run.ema.update(run.raw_model, found_inf)
-            run.optimizer.zero_grad(set_to_none=True)
-            state.step, state.since_step = state.step + 1, 0
         run.meter.update(items)
+        run.skips.add_batch(state.step, batch.indices.tolist(), items)
+        if step_now:
+            optimizer_step(run, parameters)
+        step_done()
         state.batch += 1
         if progress.advance(run.plan.global_batch):
             progress.show(run.mean_losses(), schedule.lr(i)[1], images.shape[2])
+            look_at_skips(run)
+        if step_now:
+            between_windows(run, votes)
     progress.close()
     return run.mean_losses()
+
+
+def network_input(run: Run, batch: Batch) -> torch.Tensor:
+    """Return the images of a batch on the device, as the network takes them; with --multi-scale at their own size."""
+    images = run.family.inputs.prepare(batch.images.to(run.env.device, non_blocking=True))
+    if run.config.multi_scale:
+        stride = run.raw_model.max_stride
+        size = batch_imgsz(run.config.seed, batch.epoch, batch.k, run.imgsz, stride, multi_scale=True)
+        images = resize_batch(images, size, stride)
+    return images
+
+
+def optimizer_step(run: Run, parameters: list[torch.nn.Parameter]) -> None:
+    """Step with the gradients of a window, unless they are not finite: then nothing of it is kept."""
+    found_inf = guarded_step(run.optimizer, parameters, MAX_GRAD_NORM, run.scaler)
+    run.skips.add_window(run.state.step, found_inf)
+    run.buffers.restore(found_inf)
+    run.ema.update(run.raw_model, found_inf)
+    run.optimizer.zero_grad(set_to_none=True)
+    run.state.step, run.state.since_step = run.state.step + 1, 0
+
+
+def look_at_skips(run: Run) -> None:
+    """Name the images of windows that were skipped, and stop where nothing else comes. Collective.
+
+    Raises:
+        DivergedError: too many windows in a row were skipped; the run is saved as it was before them.
+    """
+    skipped = run.skips.read()
+    if not skipped:  # the same on all ranks
+        return
+    own = [run.train_index.path(i) for window in skipped for i in window.images]
+    paths = sorted({path for paths in all_gather_objects(own, run.env) for path in paths})
+    if paths:
+        shown = ", ".join(paths[:SHOWN_IMAGES]) + (", ..." if len(paths) > SHOWN_IMAGES else "")
+        steps = ", ".join(str(window.step) for window in skipped)
+        get_logger().warning(f"the loss was not finite in optimizer step {steps}, with these images: {shown}")
+    if run.skips.in_row < (LIMIT_FP16 if run.scaler.is_enabled() else LIMIT):
+        return
+    save_in_epoch(run)
+    once(run.writer.wait, run.env)
+    raise DivergedError(
+        f"the last {run.skips.in_row} optimizer steps had gradients that are not finite and were skipped. The weights "
+        f"of before are in {run.weights_dir / 'last.pt'}: look at the images that were named, then start anew from "
+        "them (--weights) with a lower lr0 in --hyp, or with --amp off if that is not the default here"
+    )
+
+
+def between_windows(run: Run, votes: torch.Tensor) -> None:
+    """Save where it is due, and stop if any rank was asked to. Collective: every rank must call it."""
+    tell_written(run)
+    stop, save = run.ballot.count(votes)
+    if stop:
+        leave(run)
+    every = run.config.save_steps
+    if save or (every > 0 and run.state.step % every == 0):
+        save_in_epoch(run)
 
 
 def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, clock: RunClock) -> None:
@@ -275,9 +370,12 @@ def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, clock: RunC
     if not run.sync_bn:
         average_statistics(run.raw_model, run.env)
         average_statistics(run.ema.module, run.env)
-    before, better, impatient, evaluation = dataclasses.replace(state), False, False, None
-    if last or (not config.noval and (epoch + 1) % config.val_period == 0):
+    better, impatient, evaluation = False, False, None
+    due = last or (not config.noval and (epoch + 1) % config.val_period == 0)
+    if due:
         evaluation = validate(run, val_batches)
+    if once(lambda: due and evaluation is None, run.env):
+        leave(run)
     if evaluation is not None:  # on rank 0
         value = evaluation.metrics.value(config.metric)
         better = value > state.best_fitness
@@ -288,6 +386,8 @@ def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, clock: RunC
         impatient = not last and 0 < config.patience <= epoch - state.best_epoch
         if impatient:
             log.info(f"no better {config.metric} for {config.patience} epochs (--patience): stopping early")
+    run.writer.wait()  # for what was written while this epoch was trained
+    tell_written(run)
     event = epoch_end(run, dict(zip(LOSSES, losses, strict=True)), evaluation, better, clock.lap())
     asked = run.callbacks.epoch_end(event)
     state.stopped = not last and (asked or impatient)
@@ -299,15 +399,23 @@ def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, clock: RunC
     if run.env.is_main_process:
         run.callbacks.log_epoch(event)  # first: a row too many is cut off on resume, a lost one can't be made again
         final = last or state.stopped
-        saved = save(run, better, final)
-        if saved is None:
-            state.best_fitness, state.best_epoch = before.best_fitness, before.best_epoch
-        elif saved:
-            run.callbacks.checkpoint(CheckpointSaved(saved[0], epoch, better, saved[1:]))
+        save_at_end(run, better, final)
         best_epoch = state.best_epoch if state.best_fitness >= 0 else None
         if config.nosave:
             best_epoch = epoch if final else None  # best.pt is the last epoch's
         run.plots.end_epoch(epoch, best_epoch, final)
+
+
+def tell_written(run: Run) -> None:
+    """Tell the callbacks of checkpoints that were written meanwhile; rank 0's work, nothing elsewhere."""
+    for outcome in run.writer.outcomes():
+        if outcome.written:
+            event = CheckpointSaved(outcome.path, outcome.epoch, outcome.better, outcome.also)
+            run.callbacks.checkpoint(event)
+        if outcome.better and outcome.written:
+            run.proven = outcome.fitness, outcome.epoch
+        elif outcome.better:  # what is not finite is not the best
+            run.state.best_fitness, run.state.best_epoch = run.proven
 
 
 def say_skipped(run: Run) -> None:
@@ -325,18 +433,37 @@ def say_skipped(run: Run) -> None:
 
 
 def validate(run: Run, batches: ValLoader) -> val.Evaluation | None:
-    """Evaluate rank 0's averaged weights on all ranks. Collective: every rank must call it."""
+    """Evaluate rank 0's averaged weights on all ranks. Collective: every rank must call it.
+
+    Returns:
+        None off rank 0, and where the run was asked to stop meanwhile.
+    """
+
+    def asked() -> bool:
+        if run.stop:
+            post(STOP)
+        return bool(run.stop) or is_posted(STOP)
+
     run.ema.broadcast(run.env)
     return val.evaluate(
-        run.ema.module, run.family, batches, run.val_index, run.data.names, run.env, criterion=run.criterion
+        run.ema.module,
+        run.family,
+        batches,
+        run.val_index,
+        run.data.names,
+        run.env,
+        criterion=run.criterion,
+        give_up=asked,
     )
 
 
 def open_run_dir(config: TrainConfig, resumed: Mapping[str, Any] | None) -> Path:
-    """Return the run's folder, a new one unless a run is resumed."""
+    """Return the run's folder, a new one unless a run is resumed; it is this process's own from here on."""
     if resumed is not None:
+        claim(Path(resumed["run_dir"]))
         return Path(resumed["run_dir"])
     made = create_run_dir(config.project, config.name, config.exist_ok)
+    claim(made)
     prepare_weights_dir(made / "weights")
     return made
 
@@ -372,11 +499,15 @@ def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, Va
 def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
     """Strip the best weights, measure them, and say where everything is. Collective: every rank must call it."""
     log, best, last = get_logger(), run.weights_dir / "best.pt", run.weights_dir / "last.pt"
+    run.writer.wait()
+    tell_written(run)
     epoch = once(lambda: load_best(run), run.env)
     if epoch is None:
         log.warning("no checkpoint was written: the weights were never finite; try a lower lr0 in --hyp")
         return Results(run.run_dir, run.state.best_fitness, None)
     evaluation, rows = validate(run, val_batches), []
+    if once(lambda: evaluation is None, run.env):
+        leave(run, save=False)
     if evaluation is not None:
         rows = evaluation.metrics.rows(run.data.names)
         again = ["--weights", best, "--data", run.data.path, "--img", run.imgsz, "--batch", run.val_batch]
@@ -390,11 +521,12 @@ def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
             f"again       {shlex.join(['python', 'val.py', *map(str, again)])}"
         )
         run.plots.add_evaluation(evaluation.metrics, evaluation.images, run.val_index)
+        strip_best(run)
     return Results(run.run_dir, run.state.best_fitness, evaluation, rows)
 
 
 def load_best(run: Run) -> int | None:
-    """Strip the best checkpoint to what is needed for use and take its weights; rank 0's work.
+    """Take the weights of the best checkpoint, or of the last one where there is none; rank 0's work.
 
     Returns:
         Epochs that were done when it was saved; None if there is none.
@@ -402,65 +534,52 @@ def load_best(run: Run) -> int | None:
     best, last = run.weights_dir / "best.pt", run.weights_dir / "last.pt"
     if not (best.exists() or last.exists()):
         return None
-    strip_checkpoint(best if best.exists() else last, best)
-    saved = load_checkpoint(best)
-    load_state(run.ema.module, saved["model"], strict=True)
+    saved = load_checkpoint(best if best.exists() else last)
+    load_state(run.ema.module, weights_of(saved), strict=True)
     return saved["state"]["epoch"]
 
 
-def resume(given: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, Any]]:
-    """Find the run to go on with, and its settings: its own, but for what may change.
-
-    Args:
-        given: flags of this command line.
-
-    Returns:
-        Settings and checkpoint.
-
-    Raises:
-        UserError: no such run, flags that differ and may not, or a run that is finished.
-    """
-    named = "" if given["resume"] is True else given["resume"]
-    project = given.get("project", TrainConfig.project)
-    runs = find_resumable(named, project)
-    for run_dir, newest in runs:  # noqa: B007
-        saved, path = load_newest(newest)
-        if "optimizer" not in saved:
-            raise UserError(f"--resume {path}: weights for use, not to go on from; name a last.pt, or use --weights")
-        finished = saved["state"]["epoch"] >= saved["config"]["epochs"] or saved["state"]["stopped"]
-        if named or not finished:
-            break
-    if finished and not named:
-        raise UserError(
-            f"--resume: no run under {project} is unfinished, the newest is {runs[0][0]}; start a new one, for example "
-            f"with --weights {runs[0][0] / 'weights' / 'best.pt'}"
-        )
-    if finished:
-        why = "stopped early" if saved["state"]["stopped"] else "all its epochs are done"
-        raise UserError(f"--resume {run_dir}: nothing is left to resume, {why}; start a new run with --weights {path}")
-    wanted = given.keys() - RESUMABLE_FLAGS
-    typed = build_train_config(given)
-    flags = [name for name in wanted if getattr(typed, name) != saved["config"].get(name)]
-    if flags:
-        shown = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(flags))
-        differ, them = ("differ", "them") if len(flags) > 1 else ("differs", "it")
-        raise UserError(
-            f"--resume {run_dir}: {shown} {differ} from the run's own, in {run_dir / 'opt.yaml'}; leave {them} out"
-        )
-    saved["run_dir"], saved["path"] = str(run_dir), str(path)  # where they are now, not where they were
-    return build_config(
-        TrainConfig, {**saved["config"], **{name: given[name] for name in given.keys() - wanted}}
-    ), saved
+def strip_best(run: Run) -> None:
+    """Strip the best checkpoint to what is needed for use; rank 0's work, and the last of a run: see `utils.resume`."""
+    best, last = run.weights_dir / "best.pt", run.weights_dir / "last.pt"
+    try:
+        strip_checkpoint(best if best.exists() else last, best)
+    except OSError as error:
+        get_logger().warning(f"{best} still holds the state of the run besides its weights: {error}")
 
 
 def settings(given: Mapping[str, Any], env: DistEnv) -> tuple[TrainConfig | None, dict[str, Any] | None]:
     """Return the settings of a run and the checkpoint that it goes on with, if any.
 
     Both are None for a resumed run under a launcher: rank 0 finds it, in `begin`.
+
+    Raises:
+        UserError: the flags are wrong, or do not fit together or to the run that is resumed.
     """
+    if given.get("dp") and env.launched:
+        raise UserError(
+            f"--dp is for several devices in one process, but a launcher started {env.world_size}; leave it out: they "
+            "share the batch anyway (DDP)"
+        )
     if not given.get("resume"):
         return build_train_config(given), None
     return (None, None) if env.launched else resume(given)
+
+
+def places(given: Mapping[str, Any], config: TrainConfig | None, env: DistEnv) -> tuple[str, list[torch.device]]:
+    """Return the device flag for this process, and the devices that need a worker each, [] for a run in this process.
+
+    Args:
+        given: flags that were typed.
+        config: of `settings`.
+        env: this process's place.
+
+    Raises:
+        UserError: the flag is wrong.
+    """
+    device = config.device if config else given.get("device", "")
+    copies = replica_devices(config.dp, device, env) if config else []
+    return (str(copies[0]), []) if copies else (device, worker_devices(device, env))
 
 
 def for_workers(
@@ -478,6 +597,8 @@ def for_workers(
         UserError: the batch is not a multiple of the devices, or the network's family needs another launcher.
     """
     batch = config.batch_size
+    if resumed is not None:
+        check_ranks(config, len(devices))
     if batch != AUTOMATIC:
         split_global_batch(batch, len(devices), config.nbs)
     check_launchable(config, resumed, len(devices))
@@ -505,11 +626,21 @@ def begin(
     if config is None:
         config, resumed = once(lambda: resume(given), env)
     if resumed is not None:
-        get_logger().info(f"resuming from {resumed['path']}")  # here, for a launcher has looked for it as well
+        check_ranks(config, env.world_size)
+        say_resumed(resumed)  # here, for a launcher has looked for it as well
     if config.batch_size == AUTOMATIC:
         batch = once(functools.partial(automatic_batch, config, given, env.device, env.world_size), env)
         config = dataclasses.replace(config, batch_size=batch)
     return train(config, env, resumed, callbacks)
+
+
+def say_resumed(resumed: Mapping[str, Any]) -> None:
+    """Say where a run goes on, and what is not as it was."""
+    state = resumed["state"]
+    where = f"epoch {state['epoch'] + 1}, batch {state['batch']}" if state["batch"] else f"epoch {state['epoch'] + 1}"
+    get_logger().info(f"resuming from {resumed['path']}, {where}")
+    for sentence in resumed["said"]:
+        get_logger().info(sentence)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -517,12 +648,12 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     given, env = given_flags(TrainConfig, argv), dist_env()
     config, resumed = settings(given, env)
-    device = config.device if config else given.get("device", "")
-    devices = worker_devices(device, env)
+    device, devices = places(given, config, env)
     if config and devices:
         more = for_workers(given, config, resumed, devices)
         return say(launch([__file__, *argv, "--device", device, "--batch-size", str(more["batch_size"])], devices))
-    with process_group(device, env, given.get("dist_timeout", TrainConfig.dist_timeout)) as env:
+    timeout = given.get("dist_timeout", TrainConfig.dist_timeout)
+    with stops_end_the_process(), process_group(device, env, timeout) as env:
         begin(given, config, resumed, env)
     return 0
 

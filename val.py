@@ -42,7 +42,15 @@ from utils.inputs import read_val_inputs
 from utils.launch import as_worker, launch, say, worker_devices
 from utils.logging import get_logger
 from utils.loss import DetectionLoss
-from utils.metrics import IOU_THRESHOLDS, ImageResult, Metrics, format_table, match_detections, summarize
+from utils.metrics import (
+    IOU_THRESHOLDS,
+    ImageResult,
+    Metrics,
+    TableRow,
+    format_table,
+    match_detections,
+    summarize,
+)
 from utils.plots import Plots
 from utils.run_folder import create_run_dir
 from utils.torch_utils import DistEnv, dist_env, gather_objects, once, process_group
@@ -77,6 +85,21 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Results:
+    """What a finished validation hands back.
+
+    Attributes:
+        run_dir: folder with everything that was written; of ``--task speed``, which writes nothing, the one above.
+        evaluation: None off rank 0.
+        rows: the table of that; [] without.
+    """
+
+    run_dir: Path
+    evaluation: Evaluation | None
+    rows: list[TableRow]
+
+
+@dataclass(frozen=True)
 class BatchResult:
     """One validation batch as its rank saw it; what is gathered and put in order at the end of the pass."""
 
@@ -86,6 +109,11 @@ class BatchResult:
     sums: NDArray[np.float64]  # (3, L)
     counts: NDArray[np.int64]  # (3, L)
     seconds: NDArray[np.float64]  # (3,) [preparing, inference, NMS]
+
+
+def never() -> bool:
+    """Never."""
+    return False
 
 
 @torch.inference_mode()
@@ -104,6 +132,7 @@ def evaluate(
     augment: bool = False,
     single_cls: bool = False,
     description: str = "validation",
+    give_up: Callable[[], bool] = never,
 ) -> Evaluation | None:
     """Run a network over a split and score it. Collective: every rank must call it.
 
@@ -125,16 +154,20 @@ def evaluate(
         augment: look at each image several times (test-time augmentation); there is no loss then.
         single_cls: count every detection as of class 0.
         description: beside the progress bar.
+        give_up: asked before each batch whether to throw away what was found so far.
 
     Returns:
-        The evaluation on rank 0, None elsewhere.
+        The evaluation on rank 0, None elsewhere, and everywhere if any rank gave up.
     """
     assert criterion is None or not augment, "augmented predictions have no raw outputs to take a loss of"
     model.eval()
-    results = []
+    results: list[BatchResult] = []
+    gave_up = False
     quiet = None if env.is_main_process else True  # None: on a terminal only
     progress = tqdm(loader, description, len(loader), leave=False, disable=quiet, unit="batch")
     for batch in progress:
+        if gave_up := give_up():
+            break
         start = _now(env.device)
         images = family.inputs.prepare(batch.images.to(env.device, non_blocking=True))
         prepared = _now(env.device)
@@ -155,9 +188,10 @@ def evaluate(
         sums, counts = _losses(criterion, outputs, batch)
         seconds = np.diff([start, prepared, inferred, done])
         results.append(BatchResult(batch.k, batch.indices.tolist(), detections, sums, counts, seconds))
-    gathered = [result for rank in gather_objects(results, env) for result in rank]
-    if not env.is_main_process:
+    shares = gather_objects(None if gave_up else results, env)
+    if not env.is_main_process or None in shares:
         return None
+    gathered = [result for share in shares if share for result in share]
     return _score(sorted(gathered, key=lambda result: result.number), index, names, criterion)
 
 
@@ -230,8 +264,8 @@ def _original_labels(index: LabelIndex, image: int) -> NDArray[np.float32]:
     return np.concatenate([labels[:, :1], boxes], 1)
 
 
-def run(config: ValConfig, env: DistEnv) -> Evaluation | None:
-    """Evaluate ``--weights`` on ``--task`` of ``--data`` and say what came out.
+def run(config: ValConfig, env: DistEnv) -> Results:
+    """Evaluate ``--weights`` on ``--task`` of ``--data`` and say what came out. Collective: every rank must call it.
 
     Raises:
         UserError: weights, data and flags do not fit together.
@@ -242,7 +276,7 @@ def run(config: ValConfig, env: DistEnv) -> Evaluation | None:
     dataset = DetectionDataset(index, ImageCache(), None, inputs.imgsz)
     workers = choose_num_workers(config.workers, env.local_world_size, config.batch_size)
     writes = config.task != "speed"
-    run_dir = Path()
+    run_dir = Path(config.project)
     if writes:
         run_dir = once(lambda: create_run_dir(config.project, config.name, config.exist_ok), env)
     loader = val_loader(dataset, config.batch_size, env, workers, stride=model.max_stride)
@@ -261,15 +295,16 @@ def run(config: ValConfig, env: DistEnv) -> Evaluation | None:
         description=config.task,
     )
     loader.close()
+    rows = evaluation.metrics.rows(data.names) if evaluation else []
     if evaluation is not None:
-        if config.task != "speed":
+        if writes:
             shown = None if config.verbose or data.num_classes < MANY_CLASSES else 1
-            log.info(format_table(evaluation.metrics.rows(data.names)[:shown]))
+            log.info(format_table(rows[:shown]))
         log.info("speed per image: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in evaluation.speed.items()))
     if evaluation is not None and writes:
         _write(config, run_dir, data, index, evaluation)
         log.info(f"results in {run_dir}")
-    return evaluation
+    return Results(run_dir, evaluation, rows)
 
 
 def _write(config: ValConfig, run_dir: Path, data: DataConfig, index: LabelIndex, evaluation: Evaluation) -> None:

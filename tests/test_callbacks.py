@@ -33,6 +33,7 @@ from utils.callbacks import (
     check_picklable,
 )
 from utils.errors import UserError
+from utils.images import ImageError
 from utils.metrics import summarize
 from utils.run_events import class_maps
 from utils.torch_utils import load_checkpoint
@@ -207,7 +208,7 @@ def test_stop_ends_the_run_after_its_epoch(data: Path, tmp_path: Path, capsys: p
     state = load_checkpoint(done.run_dir / "weights/last.pt")["state"]
     assert (state["epoch"], state["stopped"]) == (2, True)
     assert load_checkpoint(done.run_dir / "weights/best.pt")["state"]["epoch"] in (1, 2)
-    with pytest.raises(UserError, match="nothing is left to resume, stopped early"):
+    with pytest.raises(UserError, match="nothing is left to resume, it stopped early"):
         train_with([], "--resume", done.run_dir)
 
 
@@ -264,14 +265,14 @@ def test_a_failing_callback_ends_both_ranks(data: Path, tmp_path: Path) -> None:
 def test_errors_of_others_are_told(data: Path, tmp_path: Path) -> None:
     class Saboteur(Watcher):
         def on_epoch_end(self, event: EpochEnd) -> Stop | None:
-            (tmp_path / "runs/run/weights").rmdir()
-            (tmp_path / "runs/run/weights").write_text("in the way")
+            shutil.rmtree(own.parent / "images")
             return super().on_epoch_end(event)
 
+    own = Path(shutil.copytree(data.parent, tmp_path / "data")) / data.name
     callback = Saboteur()
-    with pytest.raises(OSError, match="weights") as info:
-        train_with([callback], *flags(data, tmp_path / "runs", "--noplots"))
-    assert callback.kinds() == ["TrainStart", "EpochEnd", "ExceptionRaised"]
+    with pytest.raises(ImageError, match="images") as info:
+        train_with([callback], *flags(own, tmp_path / "runs", "--noplots", "--cache", "off"))
+    assert callback.kinds() == ["TrainStart", "EpochEnd", "CheckpointSaved", "ExceptionRaised"]
     assert callback.events[-1].error is info.value
 
 

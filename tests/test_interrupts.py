@@ -48,12 +48,19 @@ def interrupted(fork: int, code: str, *arguments: str, cwd: Path) -> subprocess.
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 @pytest.mark.parametrize("fork", [1, 2], ids=["training loader", "first validation"])
 def test_while_a_loader_starts(fork: int, tmp_path: Path) -> None:
-    """The run ends, with the status of Ctrl-C; it does not go on as if nothing had happened."""
+    """The run ends, with the status of Ctrl-C; it does not go on as if nothing had happened.
+
+    Before the first batch there is nothing to save; in the validation of the first epoch there is.
+    """
     line = flags(make_data(tmp_path / "data"), tmp_path / "runs", "--workers 1 --epochs 2")
     done = interrupted(fork, TRAIN, *line, cwd=tmp_path)
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "stopped by Ctrl-C"), done
+    going_on = [f"go on with: python train.py --resume {tmp_path / 'runs/run'}"] * (fork == 2)
+    said = done.stderr.splitlines()
+    assert done.returncode == {1: 130, 2: 143}[fork]
+    assert said[said.index("stopped by Ctrl-C") :] == ["stopped by Ctrl-C", *going_on]
     assert "Exception ignored" not in done.stderr
-    assert not list((tmp_path / "runs/run/weights").iterdir())  # it was stopped before anything was saved
+    assert [path.name for path in (tmp_path / "runs/run/weights").iterdir()] == ["last.pt"] * (fork == 2)
+    assert (tmp_path / "runs/run/RESUME").exists() is (fork == 2)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

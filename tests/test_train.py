@@ -34,6 +34,7 @@ from utils.console import RunClock
 from utils.data_config import build_train_config
 from utils.errors import UserError
 from utils.flags import given_flags
+from utils.resume import RESUMABLE_FLAGS
 from utils.run_events import train_start
 from utils.torch_utils import load_checkpoint, process_group
 
@@ -83,7 +84,7 @@ def assert_same_run(whole: Finished, run_dir: Path) -> None:
     """Everything the last checkpoint holds is the same but for the run's place, and so is results.csv."""
     expected, found = whole.last, load_checkpoint(run_dir / "weights" / "last.pt")
     assert found["run_dir"] == str(run_dir)
-    free = train.RESUMABLE_FLAGS
+    free = RESUMABLE_FLAGS
     expected, found = (
         {**state, "run_dir": "", "config": {key: value for key, value in state["config"].items() if key not in free}}
         for state in (expected, found)
@@ -114,7 +115,19 @@ def test_run_folder(whole: Finished) -> None:
 def test_checkpoint_holds_everything_that_moves(whole: Finished) -> None:
     """In full precision (ultralytics/yolov5#13513), two generations apart by one epoch."""
     last = whole.last
-    needed = {"model", "ema", "optimizer", "scaler", "gradients", "meter", "rng", "state", "config", "hyp", "versions"}
+    needed = {
+        "model",
+        "ema",
+        "optimizer",
+        "scaler",
+        "meters",
+        "rank_buffers",
+        "rng",
+        "state",
+        "config",
+        "hyp",
+        "versions",
+    }
     assert needed <= last.keys()
     state = last["state"]
     assert (state["epoch"], state["batch"], state["since_step"], state["skipped"]) == (3, 0, 0, 0)
@@ -256,10 +269,11 @@ def test_a_finished_run_is_not_resumed(whole: Finished, tmp_path: Path) -> None:
 
 
 def test_resume_keeps_its_settings(stopped: Path, data: Path) -> None:
-    message = mistake("--resume", stopped, "--batch", 2, "--epochs", 5, "--data", data)
-    assert "--batch-size, --epochs differ from the run's own" in message
+    message = mistake("--resume", stopped, "--batch", 2, "--epochs", 5, "--data", data, "--seed", 1)
+    assert "can't change --batch-size 2 (the run has 4), --seed 1 (the run has 0); " in message
+    assert "leave them out" in message
     assert "--data" not in message
-    assert "--batch-size differs from the run's own" in mistake("--resume", stopped, "--batch", 2)
+    assert "can't change --batch-size 2 (the run has 4); " in mistake("--resume", stopped, "--batch", 2)
 
 
 def test_resume_on_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,7 +334,7 @@ def test_early_stop(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "no better fitness for 2 epochs (--patience): stopping early" in capsys.readouterr().out
     assert len(results(tmp_path / "run2")) == 3
     assert load_checkpoint(tmp_path / "run2/weights/last.pt")["state"]["stopped"]
-    assert "nothing is left to resume, stopped early" in mistake("--resume", tmp_path / "run2")
+    assert "nothing is left to resume, it stopped early" in mistake("--resume", tmp_path / "run2")
 
 
 def test_exist_ok_leaves_nothing_of_the_run_before(whole: Finished, data: Path, tmp_path: Path) -> None:
@@ -424,6 +438,8 @@ def test_a_window_with_nan_leaves_no_trace(
             capsys.readouterr()
             losses = train.train_epoch(run, batches, clock)
             train.end_epoch(run, losses, val_batches, clock)
+            run.writer.wait()
+            train.tell_written(run)
             return load_checkpoint(run.run_dir / "weights/last.pt"), losses, capsys.readouterr().out
 
         before, _, _ = epoch()
@@ -445,7 +461,7 @@ def test_a_window_with_nan_leaves_no_trace(
 
         with torch.no_grad():
             run.raw_model.get_parameter("model.3.conv.weight")[0, 0] = float("inf")
-        run.state.best_fitness = -1.0  # as if nothing had been validated before
+        run.state.best_fitness, run.proven = -1.0, (-1.0, 0)  # as if nothing had been validated before
         saved, _, said = epoch()
         assert not differences(healthy, saved)
         assert "model.model.3.conv.weight holds NaN or infinity" in said

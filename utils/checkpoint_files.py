@@ -1,13 +1,14 @@
 """Checkpoint files as such: plain values only, one digest of the content, and every file whole or absent."""
 
+import contextlib
 import hashlib
+import math
 import os
 import re
 import shutil
 import stat
 import sys
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import torch
 from torch import Tensor
 
 from utils.errors import UserError
+from utils.inert_pickle import MOST_STEPS, Global, Record, RefusedError
+from utils.torch_files import StoredTensor, TorchFile
 
 CHECKPOINT_FORMAT = 1  # raised when older programs can't read the files any more
-FOREIGN = ("models.", "ultralytics.")  # modules that YOLOv5's checkpoints name
+SEAL = ("checkpoint_format", "digest")  # what of a file is not content
+MOST_NESTED = 50  # dicts and lists of a checkpoint in one another: a run's have some ten
 TEMPORARY = re.compile(r"\..+\.pt\.([0-9]+)\.tmp")
 
 
@@ -76,31 +80,89 @@ def load_checkpoint(path: Path, flag: str = "") -> dict[str, Any]:
         UserError: the file is missing, damaged (THU-MIG/yolov10#154), from elsewhere, or of a newer program; the
             sentence names it and the reason.
     """
+    with opened(path, flag) as file:
+        return checkpoint_content(file, f"{flag} {path}".lstrip())
+
+
+@contextlib.contextmanager
+def opened(path: Path, flag: str = "") -> Iterator[TorchFile]:
+    """Open a file of torch.save; what is found wrong with it inside the block becomes a UserError as well.
+
+    Args:
+        path: of the file.
+        flag: that named it, for messages.
+
+    Raises:
+        UserError: the file is missing, damaged or no file of torch.save; the sentence names it and the reason.
+    """
     shown = f"{flag} {path}".lstrip()
-    _check_readable(path, shown)
+    check_readable(path, shown)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, of files by other programs: what is wrong is said below
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes raise nearly anything: zip, pickle, unicode, key and memory errors
-        raise UserError(f"{shown} is damaged or not a checkpoint of this program: {_reason(path, error)}") from error
-    if not isinstance(content, dict) or "digest" not in content:
-        raise UserError(f"{shown} is not a checkpoint of this program: it holds no digest")
-    found = content.pop("checkpoint_format", None)
+        with TorchFile(path) as file:
+            yield file
+    except RefusedError as error:
+        raise UserError(f"{shown} is damaged or not a checkpoint: {error}") from error
+    except OSError as error:
+        raise UserError(f"{shown} can't be read: {error.strerror or error}") from error
+
+
+def is_own(root: Any) -> bool:
+    """Whether what a file holds was saved by this program."""
+    return isinstance(root, dict) and "digest" in root
+
+
+def checkpoint_content(file: TorchFile, shown: str) -> dict[str, Any]:
+    """Return the content of an open checkpoint after a check of its digest.
+
+    Args:
+        file: the open file.
+        shown: its name, for messages.
+
+    Raises:
+        UserError: it is not of this program, of a newer version, or damaged.
+        RefusedError: it is damaged in a way that keeps it from being read.
+    """
+    root = file.root
+    if not is_own(root):
+        hint = "weights from elsewhere can start a run (--weights), but not continue one"
+        raise UserError(f"{shown} is not a checkpoint of this program: it holds no digest; {hint}")
+    found = root.get("checkpoint_format")
     if isinstance(found, int) and found > CHECKPOINT_FORMAT:
         known = f"this program reads up to {CHECKPOINT_FORMAT}"
         raise UserError(f"{shown} has format {found}, {known}; use a newer version")
-    digest = content.pop("digest")
+    content = _with_tensors({key: value for key, value in root.items() if key not in SEAL}, file, [MOST_STEPS], 0)
     try:
-        intact = digest == digest_of({**plain(content, "state"), "checkpoint_format": found})
-    except TypeError:  # a value that was never saved like this
+        intact = root["digest"] == digest_of({**plain(content, "state"), "checkpoint_format": found})
+    except (TypeError, ValueError):  # a value that was never saved like this
         intact = False
     if not intact:
         raise UserError(f"{shown} is damaged: its content does not have the digest it was saved with")
     return content
 
 
-def _check_readable(path: Path, shown: str) -> None:
+def _with_tensors(value: Any, file: TorchFile, left: list[int], depth: int) -> Any:
+    """Copy nested values of a checkpoint, with the tensors that the file only describes.
+
+    `left` counts down the values that may still come: a list can be in many places of the file, and so in others.
+    """
+    left[0] -= 1 + (len(value) // 32 if isinstance(value, (str, bytes)) else 0)
+    if depth > MOST_NESTED or left[0] < 0:
+        raise RefusedError("its content is nested too deeply")
+    if isinstance(value, StoredTensor):
+        return file.tensor(value)
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, file, left, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_with_tensors(item, file, left, depth + 1) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, (Global, Record)):
+        kind = value if isinstance(value, Global) else value.kind
+        raise RefusedError(f"it holds Python objects ({kind.path})")
+    return value
+
+
+def check_readable(path: Path, shown: str) -> None:
+    """Raise a UserError unless there is a file that may be read; `shown` is its name for the message."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -109,6 +171,8 @@ def _check_readable(path: Path, shown: str) -> None:
         raise UserError(f"{shown} can't be read: {error.strerror}") from None
     if stat.S_ISDIR(mode):
         raise UserError(f"{shown} is a folder; name a file, such as {path / 'weights' / 'best.pt'} of a run")
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{shown} is not a file that can be read from any place; name one on a disk")
     if not os.access(path, os.R_OK):
         raise UserError(f"{shown} can't be read: Permission denied")
 
@@ -138,11 +202,75 @@ def _feed(sha: "hashlib._Hash", value: Any) -> None:
 
 
 def non_finite(value: Any, where: str) -> list[str]:
-    """Return the places of all tensors in nested dicts that hold NaN or infinity."""
-    if isinstance(value, dict):
-        return [name for key, item in value.items() for name in non_finite(item, f"{where}.{key}")]
-    spoiled = isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all())
-    return [where] if spoiled else []
+    """Return the places of all tensors in nested containers that hold NaN or infinity."""
+    tensors = dict(_floating(value, where))
+    if not tensors:
+        return []
+    # One pass over the values: a norm is not finite if a value is not, nor, rarely, if values are huge.
+    suspects = [not math.isfinite(norm) for norm in torch._foreach_norm(list(tensors.values()))]
+    return [
+        name
+        for (name, tensor), suspect in zip(tensors.items(), suspects, strict=True)
+        if suspect and not bool(torch.isfinite(tensor).all())
+    ]
+
+
+def _floating(value: Any, where: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield where, value.detach()
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _floating(item, f"{where}.{key}")
+
+
+WEIGHT_KEYS = ("model", "ema", "optimizer")  # must be finite; meters and the like may hold the NaN of a skipped window
+
+
+class NonFiniteError(ValueError):
+    """Weights hold NaN or infinity, so they were not saved over finite ones."""
+
+
+def check_finite(state: Mapping[str, Any], path: Path) -> None:
+    """Refuse a state that is not worth to be saved.
+
+    Args:
+        state: of a run.
+        path: of the file that it is for.
+
+    Raises:
+        NonFiniteError: model, EMA or optimizer hold NaN or infinity.
+    """
+    spoiled = [name for key in WEIGHT_KEYS for name in non_finite(state.get(key), key)]
+    if spoiled:
+        raise NonFiniteError(
+            f"{path} was not written: {spoiled[0]} holds NaN or infinity ({len(spoiled)} such tensors)"
+        )
+
+
+def write_checkpoint(state: Mapping[str, Any], path: Path, also: Sequence[Path], keep_previous: bool) -> None:
+    """Write a checkpoint and swap it in; see `utils.torch_utils.save_checkpoint`, which checks the state before.
+
+    Raises:
+        OSError: the disk is full or broken; the files that were there are as they were.
+        TypeError: the state holds something else than plain values.
+    """
+    content = sealed(state)
+    folders = sorted({path.parent, *(copy_path.parent for copy_path in also)})
+    for folder in folders:
+        remove_stale(folder)
+    temporary = temporary_path(path)
+    try:
+        write_synced(content, temporary)
+        if keep_previous and path.exists():
+            place(path, previous_path(path))
+        for copy_path in also:
+            place(temporary, copy_path)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    for folder in folders:
+        sync_folder(folder)
 
 
 def write_synced(content: dict[str, Any], path: Path) -> None:
@@ -216,17 +344,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _reason(path: Path, error: Exception) -> str:
-    data = path.read_bytes()
-    if not data.startswith(b"PK"):  # torch.save writes zip files
-        return "it is no file of torch.save" if data else "it is empty"
-    if b"PK\x05\x06" not in data[-1024:]:  # the record that ends a zip
-        return "it is cut short"
-    foreign = re.search(r"GLOBAL ([\w.]+)", str(error))
-    if foreign:
-        others = foreign.group(1).startswith(FOREIGN)
-        own = ", as YOLOv5's own files do, which can't be read so far" if others else ""
-        return f"it holds Python objects ({foreign.group(1)}){own}"
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -5,7 +5,9 @@ Imports the standard library and yaml only, so that ``--help`` and a wrong flag 
 """
 
 import dataclasses
+import itertools
 import os
+import re
 import stat
 import sys
 from collections.abc import Hashable, Mapping, Sequence
@@ -24,6 +26,7 @@ SPLITS = ("train", "val", "test")
 LOGGERS = ("csv", "jsonl", "tensorboard")  # where the figures of a run can go
 METRICS = ("fitness", "mAP50", "mAP50-95", "precision", "recall", "F1")  # of a validation: what can be best
 
+LARGEST_YAML = 1 << 21  # bytes; the names of the 21,841 classes of ImageNet have half a million
 LONGEST_NAME = 250  # bytes; file systems take 255, and a run's number comes behind its name
 
 SPEED_THRESHOLDS = (0.25, 0.45)  # confidence and IoU of val.py --task speed: those of detect.py
@@ -109,6 +112,9 @@ class TrainConfig:
     )
     single_cls: bool = flag(False, "data", "train all classes as one")
     strict: bool = flag(False, "data", "stop at any problem of images and labels instead of leaving it out")
+    allow_download_script: bool = flag(
+        False, "data", "run the script that a data set YAML has under download, if the data set is not there"
+    )
     rect: bool = flag(False, "data", "rectangular batches of similar aspect ratio, without mosaic")
     multi_scale: bool = flag(False, "data", "another size for each batch, 0.5 to 1.5 times --imgsz")
     cache: str = flag(
@@ -138,6 +144,13 @@ class TrainConfig:
         False, "training", "go on with a run: its folder or checkpoint, bare the newest", const=True, metavar="RUN"
     )
 
+    time_limit: str = flag(
+        "",
+        "training",
+        "save, stop and exit with 143 after so long: 90m, 3h30m, 1-12:00:00; --resume goes on",
+        metavar="TIME",
+    )
+
     noval: bool = flag(False, "validation", "validate after the last epoch only")
     val_period: int = flag(1, "validation", "validate after every N-th epoch and the last one", low=1)
     metric: str = flag(
@@ -159,15 +172,27 @@ class TrainConfig:
     dist_timeout: int = flag(10_800, "device", "seconds that a rank waits for the others", low=1)
     amp: str = flag("auto", "device", "precision of the forward pass", choices=("auto", "bf16", "fp16", "off"))
     deterministic: bool | None = flag(None, "device", "bit-identical repeats; automatic = on the CPU")
+    cuda_graph: bool = flag(
+        False, "device", "run forward and backward pass as one CUDA graph; one CUDA device, images of one size"
+    )
+    dp: bool = flag(
+        False,
+        "device",
+        "DataParallel: one process for all GPUs of --device; slow and not recommended, without it each has its own",
+    )
 
     project: str = flag("runs/train", "output", "folder of run folders", metavar="FOLDER")
     name: str = flag("exp", "output", "run folder; exp2, exp3 ... when taken; 'cfg' = the network's name")
     exist_ok: bool = flag(False, "output", "write into the run folder even if it is there")
     nosave: bool = flag(False, "output", "save the final checkpoint only; best.pt is then the last epoch's")
     save_period: int = flag(-1, "output", "also keep a checkpoint every so many epochs; below 1 = none", low=-1)
+    save_steps: int = flag(0, "output", "save every so many optimizer steps; 0 = at least every 15 minutes", low=0)
     noplots: bool = flag(False, "output", "draw no pictures of labels, batches, validation and progress")
     loggers: list[str] = flag(  # noqa: RUF009
         ["csv"], "output", "where the figures of each epoch go; results.csv is always written", choices=LOGGERS
+    )
+    profile: bool = flag(
+        False, "output", "look at some batches of the first epoch with PyTorch's profiler: a table, a trace in profile/"
     )
 
 
@@ -188,6 +213,9 @@ class ValConfig:
     )
     single_cls: bool = flag(False, "data", "measure all classes as one")
     strict: bool = flag(False, "data", "stop at any problem of images and labels instead of leaving it out")
+    allow_download_script: bool = flag(
+        False, "data", "run the script that a data set YAML has under download, if the data set is not there"
+    )
     imgsz: int = flag(
         0, "data", "image size in pixels; 0 = the one the weights were trained at", "--img", "--img-size", low=0
     )
@@ -349,6 +377,30 @@ def _parse(kind: type[Config], argv: Sequence[str] | None) -> Config:
         sys.exit(report(error))
 
 
+def seconds_of(time: str) -> float | None:
+    """Read the value of ``--time-limit``.
+
+    Args:
+        time: numbers with units as in 1d12h, 3h30m, 90m, 45s, or as schedulers have it, [D-]HH:MM:SS.
+
+    Returns:
+        Seconds; None for "", no limit.
+
+    Raises:
+        UserError: it is neither, or nothing at all.
+    """
+    if not time:
+        return None
+    units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", time)
+    clock = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", time)
+    found = units or clock
+    parts = found.groups() if found else ()
+    seconds = sum(int(part or 0) * size for part, size in zip(parts, (86400, 3600, 60, 1), strict=False))
+    if not seconds:
+        raise UserError(f"--time-limit is a time such as 90m, 3h30m or 1-12:00:00, not {time!r}")
+    return float(seconds)
+
+
 def build_config(kind: type[Config], given: Mapping[str, Any]) -> Config:
     """Make a configuration from typed values, by field name; the rest are defaults.
 
@@ -366,6 +418,7 @@ def build_config(kind: type[Config], given: Mapping[str, Any]) -> Config:
     if isinstance(config, TrainConfig):
         if config.weights and "cfg" not in given:
             config.cfg = ""  # the checkpoint knows its network
+        problems.attempt(lambda: seconds_of(config.time_limit))
         if config.name == "cfg":
             config.name = Path(config.cfg or config.weights).stem
     if isinstance(config, TrainConfig | ValConfig | DetectConfig):
@@ -419,18 +472,56 @@ def _check_detect(config: DetectConfig, problems: Problems) -> None:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML in which a key may stand once; plain YAML keeps the last one and says nothing."""
+    """Safe YAML in which a key may stand once; plain YAML keeps the last one and says nothing.
+
+    Aliases that would make a small file large are refused: whoever walks through the values would never come to an end.
+    """
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None:
+            _expanded_size(node, {})
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-        seen: list[object] = []
-        for key_node, _ in getattr(node, "value", []):
+        seen: set[object] = set()
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                break  # what that means is said by whoever goes on
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key} appears twice", key_node.start_mark)
-            seen.append(key)
+                text = str(key)[:LONGEST_NAME]
+                raise yaml.constructor.ConstructorError(None, None, f"key {text} appears twice", key_node.start_mark)
+            seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+def _expanded_size(node: Any, sizes: dict[int, int]) -> int:
+    """Return about how many characters a part of a YAML has with its aliases written out.
+
+    Args:
+        node: the part.
+        sizes: of the parts seen so far, by identity; 0 while one is being looked at.
+
+    Raises:
+        yaml.MarkedYAMLError: it is too large, or contains itself.
+    """
+    if id(node) in sizes:
+        if not sizes[id(node)]:
+            raise yaml.MarkedYAMLError(problem="an alias stands for what it is in", problem_mark=node.start_mark)
+        return sizes[id(node)]
+    sizes[id(node)] = 0
+    if isinstance(node, yaml.ScalarNode):
+        size = len(node.value) + 1
+    else:
+        children = node.value if isinstance(node, yaml.SequenceNode) else itertools.chain.from_iterable(node.value)
+        size = 1 + sum(_expanded_size(child, sizes) for child in children)
+    if size > LARGEST_YAML * 4:
+        raise yaml.MarkedYAMLError(problem="aliases make it too large", problem_mark=node.start_mark)
+    sizes[id(node)] = size
+    return size
 
 
 def load_yaml(path: Path) -> dict[Any, Any]:
@@ -440,7 +531,11 @@ def load_yaml(path: Path) -> dict[Any, Any]:
         UserError: names the file, and the line where the text is not YAML.
     """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        with path.open("rb") as file:
+            data = file.read(LARGEST_YAML + 1)
+        if len(data) > LARGEST_YAML:
+            raise UserError(f"{path} has more than {LARGEST_YAML} bytes, too many for settings")
+        content = yaml.load(data.decode("utf-8"), Loader=_StrictLoader)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -450,6 +545,12 @@ def load_yaml(path: Path) -> dict[Any, Any]:
         raise UserError(f"{path}{line}: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path}: {error}") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply") from None
+    except (ValueError, OverflowError) as error:  # a date or a number that is none
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: {str(error)[:LONGEST_NAME]}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} must hold keys and values (key: value), not {yaml_word(content)}")
     return content
@@ -458,7 +559,7 @@ def load_yaml(path: Path) -> dict[Any, Any]:
 def yaml_word(value: object) -> str:
     """Return what people call a kind of YAML value."""
     words = {type(None): "nothing", list: "a list", str: "a text", dict: "keys and values"}
-    return words.get(type(value), repr(value))
+    return words.get(type(value), repr(value)[:LONGEST_NAME])
 
 
 def find_yaml(name: str | Path, kind: str) -> Path:

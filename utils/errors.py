@@ -9,7 +9,10 @@ from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 
-USER_ERROR = 2  # exit status of a mistake
+# Exit statuses beside 0, all is done, 1, an error, and 128 + N, signal N.
+USER_ERROR = 2  # a mistake of the user
+NO_PROGRESS = 93  # it would fail again: schedulers should not start it anew
+RESUMABLE = 143  # stopped on request, and saved: --resume goes on. It is 128 + SIGTERM, as schedulers expect
 SHORT_WORD, SHORT_ALIKE = 6, 0.65  # letters below which a word must be more alike to be meant
 LONGEST_SUFFIX = len(".jpeg")
 TURN = 5.0  # seconds that the other processes of a machine leave to its first one to say what is wrong
@@ -29,6 +32,28 @@ class UserError(ValueError):
     def __init__(self, message: str, messages: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.messages = list(messages) or [message]
+
+
+class Stopped(KeyboardInterrupt):
+    """This process was asked to stop, by a signal or by the time limit of the run.
+
+    Args:
+        by: who asked, for the message.
+        status: that the process is to end with.
+        lines: how to go on.
+    """
+
+    def __init__(self, by: str, status: int, lines: Sequence[str] = ()) -> None:
+        super().__init__(*lines)
+        self.by, self.status = by, status
+
+
+class NotWrittenError(RuntimeError):
+    """A run is over, but the disk did not take all that it leaves; the message says what is missing."""
+
+
+class DivergedError(RuntimeError):
+    """A run came to nothing and would again; the message says what to change."""
 
 
 class Problems:
@@ -118,18 +143,36 @@ def report(error: UserError) -> int:
     return USER_ERROR
 
 
-def run_cli(main: Callable[[], int | None]) -> NoReturn:
-    """Run a script's main function and leave the process with its status.
+LATE_ERRORS = (NotWrittenError, DivergedError)
+ENDS = (UserError, *LATE_ERRORS, KeyboardInterrupt)  # a process ends with them without a traceback
 
-    Status 2 and a line ``error: ...`` on stderr for a UserError, 130 for Ctrl-C (128 + SIGINT, as shells have it), with
-    what the KeyboardInterrupt says, a line each; any other exception keeps its traceback.
+
+def ended_by(stop: BaseException) -> int:
+    """Say on stderr, once per machine, why a process ends without traceback, and return the exit status for it.
+
+    Args:
+        stop: UserError (2), `NotWrittenError` (1), `DivergedError` (93), `Stopped` (its own status), or
+            KeyboardInterrupt (130, that is 128 + SIGINT, as shells have it) with lines to print; any other exception
+            is raised again.
     """
+    if isinstance(stop, UserError):
+        return report(stop)
+    if isinstance(stop, LATE_ERRORS):
+        if first_of_machine():
+            print(f"error: {stop}", file=sys.stderr)
+        return NO_PROGRESS if isinstance(stop, DivergedError) else 1
+    if not isinstance(stop, KeyboardInterrupt):
+        raise stop
+    by, status = (stop.by, stop.status) if isinstance(stop, Stopped) else ("Ctrl-C", 130)
+    if first_of_machine():
+        print(f"stopped by {by}", *stop.args, sep="\n", file=sys.stderr)
+    return status
+
+
+def run_cli(main: Callable[[], int | None]) -> NoReturn:
+    """Run a script's main function and leave the process with its status; see `ended_by`."""
     try:
         status = main()
-    except UserError as error:
-        status = report(error)
-    except KeyboardInterrupt as interrupt:
-        if first_of_machine():
-            print("stopped by Ctrl-C", *interrupt.args, sep="\n", file=sys.stderr)
-        status = 130
+    except ENDS as stop:
+        status = ended_by(stop)
     sys.exit(status)

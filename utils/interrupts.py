@@ -1,31 +1,122 @@
-"""Ctrl-C at moments when Python would lose it."""
+"""Signals that ask a process to stop: where they end it at once, where they wait, and where Python would lose them."""
 
 import contextlib
+import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from types import FrameType
+
+from utils.errors import Stopped
+
+CTRL_C = "Ctrl-C"
+# SIGINT is that, SIGTERM a scheduler's or the launcher's, SIGUSR1 SLURM's notice of the end, SIGHUP a lost terminal.
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
+)
+
+
+def in_main_thread() -> bool:
+    """Whether this thread may set handlers."""
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextlib.contextmanager
+def _handled(handler: "signal._HANDLER", signals: Sequence[int]) -> Iterator[None]:
+    """Handle signals for a while, but those that are ignored (nohup ignores SIGHUP); main thread only, else nothing."""
+    if not in_main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in signals}
+    before = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def stops_end_the_process() -> contextlib.AbstractContextManager[None]:
+    """Context in which a signal to stop raises `Stopped`, so that what was begun is cleaned up; for a script's life.
+
+    Ctrl-C does so in Python anyway.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(signal.Signals(number).name, 128 + number)
+
+    return _handled(stop, [number for number in STOP_SIGNALS if number != signal.SIGINT])
+
+
+class StopRequest:
+    """What asks a run to stop, so that it stops where that costs nothing; a context manager.
+
+    While the context is open a signal does nothing else but to be remembered. A second Ctrl-C is KeyboardInterrupt.
+
+    Attributes:
+        by: the signal, or the time limit; "" as long as nothing asked.
+
+    Args:
+        time_limit: seconds from now; None for none.
+    """
+
+    def __init__(self, time_limit: float | None = None) -> None:
+        self.by = ""
+        self._end = None if time_limit is None else time.monotonic() + time_limit
+
+    def __bool__(self) -> bool:
+        if not self.by and self._end is not None and time.monotonic() >= self._end:
+            self.by = "--time-limit"
+        return bool(self.by)
+
+    @contextlib.contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Context in which signals are remembered."""
+        with _handled(self._remember, STOP_SIGNALS):
+            yield
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.by == CTRL_C:
+            raise KeyboardInterrupt
+        if not self.by:
+            self.by = CTRL_C if number == signal.SIGINT else signal.Signals(number).name
 
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back while processes are forked, and let it through at the end.
+    """Hold signals to stop back while processes are forked, and let them through at the end.
 
     Python calls hooks around each fork (``os.register_at_fork``; logging and random have some) and drops what is raised
     in them, a KeyboardInterrupt included. A mask would not do: the signal then goes to another thread of the process,
     and the main thread, which runs the handlers, raises all the same.
 
-    Outside the main thread, and where Ctrl-C has no handler, this does nothing.
+    Outside the main thread, and for signals without a handler, this does nothing. A process that is forked meanwhile
+    has none of the handlers: it dies of SIGTERM as others do.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+    if not in_main_thread():
         yield
         return
-    held: list[FrameType | None] = []
-    signal.signal(signal.SIGINT, lambda _, frame: held.append(frame))
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    held: list[tuple[int, FrameType | None]] = []
+    parent = os.getpid()
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == parent:
+            held.append((number, frame))
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    for number in handlers:
+        signal.signal(number, hold)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-        if held:
-            handler(signal.SIGINT, held[-1])
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in held[-1:]:
+            handlers[number](number, frame)  # type: ignore[operator, misc]

@@ -27,14 +27,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from utils.devices import parse_device
-from utils.errors import USER_ERROR
+from utils.errors import ENDS, NO_PROGRESS, RESUMABLE, USER_ERROR, Stopped, ended_by
 from utils.torch_utils import DistEnv
 
 OURS = "LOCKSTEP_LAUNCHER"  # in a worker's environment: the process that started it
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"  # those left out would kill the launcher, not its workers
-GRACE = 30  # seconds between asking workers to leave and killing them
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")  # others kill the launcher, not its workers
+GRACE = 60  # seconds that workers get to save and leave when they are told to stop, before they are killed
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL error")
 LOGS = "lockstep-launch-"
+STOPPED = "stopped"  # left beside a worker's error file when it stopped as it was asked to
 PR_SET_PDEATHSIG = 1
 
 
@@ -43,9 +44,9 @@ class Failure:
     """How a launch ended that did not succeed.
 
     Attributes:
-        status: exit status for the launcher: 2 for a mistake of the user, which its worker has said already.
+        status: exit status for the launcher.
         rank: of the process that failed first, None if it was the launcher that was told to stop.
-        text: what to tell; "" for a mistake of the user.
+        text: what to tell; "" if a worker has said it already: a mistake of the user, how to go on with a stopped run.
     """
 
     status: int
@@ -95,7 +96,7 @@ def launch(command: Sequence[str], devices: Sequence[torch.device], folder: Path
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        signals_to_handle=SIGNALS,
+        signals_to_handle=",".join(_heeded(SIGNALS)),
         shutdown_timeout=GRACE,
     )
     try:
@@ -104,12 +105,20 @@ def launch(command: Sequence[str], devices: Sequence[torch.device], folder: Path
     except ChildFailedError as error:
         return explain(error.failures)
     except SignalException as error:
+        if any(logs.rglob(STOPPED)):  # its worker has said how to go on
+            return Failure(RESUMABLE, None, "")
         name = signal.Signals(error.sigval).name
         return Failure(128 + error.sigval, None, f"stopped by {name}; so were the {len(devices)} workers")
     finally:
         if folder is None:
             shutil.rmtree(logs, ignore_errors=True)
     return None
+
+
+def _heeded(names: Sequence[str]) -> list[str]:
+    """Leave out signals that this system lacks, or that are ignored: nohup ignores SIGHUP."""
+    found = [getattr(signal, name, None) for name in names]
+    return [number.name for number in found if number and signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _log_folder() -> Path:
@@ -157,8 +166,8 @@ def explain(failures: Mapping[int, ProcessFailure]) -> Failure:
     causes = [item for item in in_time if not _lost_a_peer(item[1])] or in_time
     own = [item for item in causes if item[1].exitcode != -signal.SIGTERM] or causes  # ended by the launcher itself
     rank, failure = own[0]
-    if failure.exitcode == USER_ERROR:
-        return Failure(USER_ERROR, rank, "")
+    if failure.exitcode in (USER_ERROR, NO_PROGRESS, RESUMABLE):
+        return Failure(failure.exitcode, rank, "")
     if failure.exitcode < 0:
         killed = f"rank {rank} was killed by {failure.signal_name()}"
         hint = "; if nobody did that, the machine ran out of memory" if failure.exitcode == -9 else ""
@@ -200,7 +209,12 @@ def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
     recorded: Callable[[], int | None] = record(main)
 
     def leave() -> NoReturn:
-        status = recorded() or 0
+        try:
+            status = recorded() or 0
+        except ENDS as stop:
+            status = ended_by(stop)
+            if isinstance(stop, Stopped) and stop.status == RESUMABLE and "TORCHELASTIC_ERROR_FILE" in os.environ:
+                Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STOPPED).touch()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

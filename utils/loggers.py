@@ -4,10 +4,11 @@
 written as any callback is, with ``may_stop`` False.
 """
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 from utils.callbacks import Callback, EpochEnd, ExceptionRaised, Stop, TrainEnd, TrainStart
 from utils.config import LOGGERS
 from utils.errors import UserError, nearest
-from utils.logging import CsvLog
+from utils.logging import CsvLog, append_whole, get_logger
 from utils.run_folder import versions
 
 FIGURES = {  # names in results.csv, as YOLOv5 has them
@@ -55,10 +56,24 @@ def figures(event: EpochEnd) -> dict[str, float]:
     return found | {f"x/{name}": value for name, value in event.rates.items()}
 
 
-class CsvLogger(Callback):
-    """results.csv: one row per epoch."""
+class FileLogger(Callback):
+    """A logger whose files a run can do without for a while: a disk that does not take them is a warning, said once."""
 
     may_stop: ClassVar[bool] = False
+    _said = False
+
+    @contextlib.contextmanager
+    def _or_warn(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._said:
+                get_logger().warning(f"{what} can't be written ({error}); training goes on")
+            self._said = True
+
+
+class CsvLogger(FileLogger):
+    """results.csv: one row per epoch."""
 
     def on_train_start(self, event: TrainStart) -> None:
         """Make the file, or cut off the epochs that are done again."""
@@ -66,17 +81,16 @@ class CsvLogger(Callback):
 
     def on_epoch_end(self, event: EpochEnd) -> Stop | None:
         """Add a row; what was not measured is nan."""
-        self._log.append(dict.fromkeys(self._log.columns, math.nan) | {"epoch": event.epoch} | figures(event))
+        with self._or_warn("results.csv"):
+            self._log.append(dict.fromkeys(self._log.columns, math.nan) | {"epoch": event.epoch} | figures(event))
         return None
 
 
-class JsonlLogger(Callback):
+class JsonlLogger(FileLogger):
     """results.jsonl: a JSON object in each line; first the run with its flags and versions, then the epochs.
 
     Figures have the names of results.csv and all their digits; what was not measured or is not finite is null.
     """
-
-    may_stop: ClassVar[bool] = False
 
     def on_train_start(self, event: TrainStart) -> None:
         """Write the first line, or keep the one that is there and cut off the epochs that are done again."""
@@ -90,14 +104,16 @@ class JsonlLogger(Callback):
         beside = self._path.with_name(f"{self._path.name}.tmp")
         beside.write_bytes(b"".join(lines))
         os.replace(beside, self._path)
+        self._size, self._due = self._path.stat().st_size, b""
 
     def on_epoch_end(self, event: EpochEnd) -> Stop | None:
         """Add a line."""
         row: dict[str, Any] = dict.fromkeys(self._columns) | {"epoch": event.epoch} | figures(event)
         row |= {"best_fitness": event.best_fitness, "better": event.better, "seconds": event.seconds}
         row["class_maps"] = None if event.metrics is None else dict(event.metrics.class_maps)
-        with self._path.open("ab") as file:
-            file.write(_json_line(row))
+        self._due += _json_line(row)
+        with self._or_warn("results.jsonl"):
+            self._size, self._due = append_whole(self._path, self._due, self._size), b""
         return None
 
 
@@ -125,14 +141,12 @@ def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     return found
 
 
-class TensorBoardLogger(Callback):
+class TensorBoardLogger(FileLogger):
     """Event files in the run folder, for ``tensorboard --logdir runs/train``; steps are epochs, 0-based.
 
     Raises:
         UserError: TensorBoard is not installed.
     """
-
-    may_stop: ClassVar[bool] = False
 
     def __init__(self) -> None:
         try:
@@ -161,7 +175,8 @@ class TensorBoardLogger(Callback):
             **{f"class_mAP/{name}": value for name, value in by_class.items()},
         }.items():
             self._writer.add_scalar(name, value, event.epoch)
-        self._writer.flush()
+        with self._or_warn("the TensorBoard file"):
+            self._writer.flush()
         return None
 
     def on_train_end(self, event: TrainEnd) -> None:

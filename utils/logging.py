@@ -3,6 +3,7 @@
 import csv
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -59,16 +60,23 @@ class CsvLog:
     def __init__(self, path: Path, columns: Sequence[str], keep_epochs: int = 0, *, enabled: bool = True) -> None:
         assert columns[0] == "epoch"
         self.path, self.columns, self.enabled = path, tuple(columns), enabled
+        self._rows_due: list[str] = []
+        self._size = 0
         if enabled:
             self.trim(keep_epochs)
+            self._size = path.stat().st_size
 
     def append(self, row: Mapping[str, float]) -> None:
-        """Add one row; it must have all columns and no others. Floats are cut to six digits."""
+        """Add one row; it must have all columns and no others. Floats are cut to six digits.
+
+        A row that the disk does not take is kept and written with the next one.
+        """
         assert set(row) == set(self.columns), f"columns {sorted(set(row) ^ set(self.columns))} do not match"
         if not self.enabled:
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(_line(_cell(row[name]) for name in self.columns))
+        self._rows_due.append(_line(_cell(row[name]) for name in self.columns))
+        self._size = append_whole(self.path, "".join(self._rows_due).encode(), self._size)
+        self._rows_due.clear()
 
     def trim(self, epoch: int) -> None:
         """Remove the rows of this epoch and of later ones, and what is not a whole row (a run may die while it writes).
@@ -86,12 +94,31 @@ class CsvLog:
     def _rows(self) -> list[dict[str, str]]:
         if not self.path.exists():
             return []
-        text = self.path.read_text(encoding="utf-8")
+        text = self.path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
         whole_lines = text[: text.rfind("\n") + 1].splitlines()
-        table = [[cell.strip() for cell in line] for line in csv.reader(whole_lines)]
+        try:
+            table = [[cell.strip() for cell in line] for line in csv.reader(whole_lines)]
+        except csv.Error:  # of another program
+            return []
         header = table[0] if table else []
         rows = [dict(zip(header, cells, strict=True)) for cells in table[1:] if len(cells) == len(header)]
-        return [row for row in rows if row.get("epoch", "").isdecimal()]
+        return [row for row in rows if re.fullmatch("[0-9]{1,9}", row.get("epoch", ""))]
+
+
+def append_whole(path: Path, data: bytes, size: int) -> int:
+    """Write behind the first so many bytes of a file; of what a full disk cut off before nothing stays.
+
+    Returns:
+        The size of the file.
+
+    Raises:
+        OSError: not all of it was written; the next call may begin at the same size again.
+    """
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.truncate(size)
+        file.seek(size)
+        file.write(data)
+    return size + len(data)
 
 
 def _cell(value: float) -> str:
@@ -134,13 +161,9 @@ class DeviceMeter:
         """Forget everything."""
         self._sums.zero_()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the sums on the CPU, for checkpoints."""
-        return {"sums": self._sums.cpu().clone()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` returned, also on another device."""
-        self._sums.copy_(state["sums"])
+    def load(self, sums: Tensor) -> None:
+        """Go on from what `sums` returned, also on another device."""
+        self._sums.copy_(sums)
 
 
 def mean_of(sums: Tensor, parts: int = 1) -> list[float]:

@@ -1,5 +1,7 @@
 """Run folders: where one is made, what describes it, and how it is found again."""
 
+import contextlib
+import errno
 import json
 import os
 import platform
@@ -8,13 +10,20 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 from utils.config import ROOT
 from utils.errors import UserError
 
+RESUME = "RESUME"  # left by a run that was stopped and can go on
+LOCK = ".lock"
 DESCRIPTION = "opt.yaml"  # every flag; a run writes it as it starts
 REPORTED_PACKAGES = ("torch", "torchvision", "numpy", "opencv-python", "opencv-python-headless", "pandas", "matplotlib")
 
@@ -143,7 +152,66 @@ def find_resumable(resume: str, project: str) -> list[tuple[Path, Path]]:
 
 def how_to_go_on(run_dir: Path) -> list[str]:
     """Return the line that tells how to go on with a run, none where nothing was saved."""
-    return [f"go on with: python train.py --resume {shlex.quote(str(run_dir))}"] if _checkpoints(run_dir) else []
+    return [f"go on with: {resume_command(run_dir)}"] if has_checkpoint(run_dir) else []
+
+
+def resume_command(run_dir: Path) -> str:
+    """Return the command that goes on with a run."""
+    return f"python train.py --resume {shlex.quote(str(run_dir))}"
+
+
+def has_checkpoint(run_dir: Path) -> bool:
+    """Whether there is something to resume from."""
+    return bool(_checkpoints(run_dir))
+
+
+def write_resume_file(run_dir: Path) -> None:
+    """Leave the file RESUME, which tells a scheduler that the run was stopped and can go on, and how."""
+    with contextlib.suppress(OSError):  # of a full disk; the exit status says the same
+        (run_dir / RESUME).write_text(f"{resume_command(run_dir)}\n")
+
+
+_claims: dict[Path, IO[str]] = {}  # open files that hold this process's locks
+
+
+def claim(run_dir: Path) -> None:
+    """Make a run folder this process's own until it is released or the process ends, however it ends.
+
+    On a file system without locks nothing is claimed.
+
+    Raises:
+        UserError: another run writes there.
+    """
+    if fcntl is None:
+        return
+    release(run_dir)
+    try:
+        file = (run_dir / LOCK).open("a+")
+    except OSError:  # what can't be written to is found where it is written
+        return
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a lock of the process: its children don't hold it
+    except OSError as error:
+        file.seek(0)
+        owner = file.read().strip()
+        file.close()
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise UserError(
+                f"{run_dir} is in use by another run ({owner}); wait for its end, or write elsewhere with --name"
+            ) from None
+        return
+    _claims[run_dir] = file
+    with contextlib.suppress(OSError):
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        (run_dir / RESUME).unlink(missing_ok=True)
+
+
+def release(run_dir: Path) -> None:
+    """Let others have a run folder."""
+    if run_dir in _claims:
+        _claims.pop(run_dir).close()
 
 
 def _checkpoints(run_dir: Path) -> list[Path]:

@@ -2,29 +2,37 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models.families import Family
 from models.yolo import DetectionModel
 from utils.callbacks import Callbacks
+from utils.checkpoint_writer import CheckpointWriter, Outcome
 from utils.config import Hyp, TrainConfig, config_to_dict
 from utils.data_config import DataConfig
 from utils.dataloaders import choose_val_batch
 from utils.dataset import LabelIndex
+from utils.errors import RESUMABLE, Stopped
+from utils.interrupts import StopRequest
 from utils.logging import DeviceMeter, get_logger, mean_of
 from utils.loss import DetectionLoss
 from utils.optim import Schedule, load_optimizer
 from utils.plots import Plots
-from utils.run_folder import how_to_go_on, versions
+from utils.run_folder import has_checkpoint, how_to_go_on, versions, write_resume_file
 from utils.seeds import rng_state, set_rng_state
+from utils.skips import SkipLog
 from utils.steps import BufferSnapshot, Precision
-from utils.torch_utils import BatchPlan, DistEnv, ModelEMA, NonFiniteError, all_reduce_sum, save_checkpoint
+from utils.torch_utils import BatchPlan, DistEnv, ModelEMA, all_gather_rows, all_reduce_sum, barrier
+
+WISHES = 2  # at the end of a window: to stop, to save; see `wishes`
+SAVE_EVERY = 900.0  # seconds between two checkpoints at most
 
 
 @dataclass
@@ -54,6 +62,39 @@ class TrainState:
     stopped: bool = False
 
 
+class Ballot:
+    """What the ranks wish for at the end of a window, added up on the way of a collective that is there anyway.
+
+    Where computing is not on the CPU, reading the sums at once would make the host wait for the device: there they are
+    read when the next ones are, so all ranks act a window later.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_the_way: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def cast(self, wishes: Sequence[bool]) -> Tensor:
+        """Return this rank's wishes as int64 (len(wishes),), to be added up over ranks."""
+        return torch.tensor(wishes, dtype=torch.int64)
+
+    def count(self, sums: Tensor) -> list[bool]:
+        """Return for each wish whether any rank has it, the same on all ranks.
+
+        Args:
+            sums: of what the ranks cast.
+        """
+        if self._device.type != "cuda":
+            return [wish > 0 for wish in sums.tolist()]
+        on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+        before, copied = self._on_the_way, torch.cuda.Event()
+        copied.record()
+        self._on_the_way = on_host, copied
+        if before is None:
+            return [False] * len(sums)
+        before[1].synchronize()  # of the window before, whose work is done while this one's is still queued
+        return [wish > 0 for wish in before[0].tolist()]
+
+
 @dataclass
 class Run:
     """What the parts of a run hand to each other."""
@@ -81,7 +122,13 @@ class Run:
     meter: DeviceMeter
     plots: Plots
     callbacks: Callbacks
+    writer: CheckpointWriter
+    ballot: Ballot
+    skips: SkipLog
+    stop: StopRequest
     state: TrainState
+    proven: tuple[float, int] = (-1.0, 0)  # best_fitness and best_epoch as of best.pt
+    saved_at: float = field(default_factory=time.monotonic)  # when a checkpoint was last taken
 
     @property
     def weights_dir(self) -> Path:
@@ -98,41 +145,95 @@ class Run:
         return mean_of(all_reduce_sum(self.meter.sums(), self.env), self.env.world_size)
 
 
+def leave(run: Run, *, save: bool = True) -> NoReturn:
+    """Save a run and stop it here, because it was asked to. Collective: every rank must call it, at the same step.
+
+    Args:
+        run: at the end of a window.
+        save: False if its last checkpoint is as good.
+
+    Raises:
+        Stopped: always.
+    """
+    where = f"epoch {run.state.epoch + 1}, batch {run.state.batch} of {run.schedule.batches_per_epoch}"
+    get_logger().info(f"asked to stop ({run.stop.by or 'another rank was'}): stopping in {where}")
+    if save:
+        save_in_epoch(run)
+    if run.env.is_main_process:
+        run.writer.wait()
+        if has_checkpoint(run.run_dir):
+            write_resume_file(run.run_dir)
+    barrier(run.env)  # whoever left earlier would have the others ended in the middle of the save
+    going_on = how_to_go_on(run.run_dir) if run.env.is_main_process else []
+    raise Stopped(run.stop.by or "a signal to another rank", RESUMABLE, going_on)
+
+
 @contextlib.contextmanager
 def resumable(run: Run) -> Iterator[None]:
-    """Let a KeyboardInterrupt say how to go on with a run, if something was saved and is left to do."""
+    """Let Ctrl-C that does not wait for a window's end say how to go on with a run, if something was saved."""
     try:
         yield
+    except Stopped:
+        raise
     except KeyboardInterrupt:
         over = run.state.stopped or run.state.epoch >= run.config.epochs
         raise KeyboardInterrupt(*([] if over else how_to_go_on(run.run_dir))) from None
 
 
-def save(run: Run, better: bool, final: bool) -> list[Path] | None:
-    """Write last.pt, and best.pt and epochN.pt where they are due.
+def save_at_end(run: Run, better: bool, final: bool) -> None:
+    """Begin to write last.pt, and best.pt and epochN.pt where they are due; rank 0's work.
 
     Args:
-        run: as it is between two epochs.
+        run: between two epochs.
         better: whether its weights are the best so far.
         final: whether no epoch follows.
-
-    Returns:
-        What was written, last.pt first, [] if nothing was due; None if the weights are not finite: they never replace
-        finite ones.
     """
     config, done = run.config, run.state.epoch
     if config.nosave and not final:
-        return []
-    last = run.weights_dir / "last.pt"
+        return
     also = [run.weights_dir / "best.pt"] if better else []
     if config.save_period > 0 and done % config.save_period == 0:
         also.append(run.weights_dir / f"epoch{done}.pt")
-    try:
-        save_checkpoint(run_state(run), last, also)
-    except NonFiniteError as error:
-        get_logger().warning(f"{error}; the checkpoint before it stays")
-        return None
-    return [last, *also]
+    _write(run, run_state(run), also, done - 1, better)
+
+
+def save_in_epoch(run: Run) -> None:
+    """Begin to write last.pt at the end of a window. Collective: every rank must call it."""
+    meters = all_gather_rows(run.meter.sums(), run.env)
+    buffers = None
+    if not run.sync_bn and run.plan.world_size > 1:  # until they are averaged, each rank has its own
+        buffers = all_gather_rows(rank_buffers(run), run.env)
+    if run.env.is_main_process:
+        state = run_state(run) | {"meters": meters, "rank_buffers": buffers}
+        _write(run, state, [], run.state.epoch, better=False)
+
+
+def _write(run: Run, state: dict[str, Any], also: list[Path], epoch: int, better: bool) -> None:
+    goal = Outcome(run.weights_dir / "last.pt", tuple(also), epoch, run.state.best_fitness, better)
+    run.writer.write(state, goal, run.weights_dir / "best.pt")
+    run.saved_at = time.monotonic()
+
+
+def wishes(run: Run) -> list[bool]:
+    """Return what this rank wishes for at the end of a window: to stop, to save."""
+    due = run.env.is_main_process and not run.config.nosave and time.monotonic() - run.saved_at >= SAVE_EVERY
+    return [bool(run.stop), due]
+
+
+def rank_buffers(run: Run) -> Tensor:
+    """Return the floating BatchNorm buffers of raw and averaged weights as they are on this rank, in a row."""
+    return torch.cat([buffer.reshape(-1).double() for buffer in _norm_buffers(run)])
+
+
+def _norm_buffers(run: Run) -> list[Tensor]:
+    return [
+        buffer
+        for model in (run.raw_model, run.ema.module)
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for buffer in module.buffers(recurse=False)
+        if buffer.is_floating_point()
+    ]
 
 
 def run_state(run: Run) -> dict[str, Any]:
@@ -143,8 +244,8 @@ def run_state(run: Run) -> dict[str, Any]:
         "ema": run.ema.state_dict(),
         "optimizer": run.optimizer.state_dict(),
         "scaler": run.scaler.state_dict(),
-        "gradients": None,  # saved at the end of a window only, where they are spent
-        "meter": run.meter.state_dict(),
+        "meters": None,  # of each rank, in the middle of an epoch
+        "rank_buffers": None,  # of each rank, in the middle of an epoch without SyncBN
         "rng": rng_state(run.env.device),
         "spec": run.raw_model.yaml,
         "names": run.raw_model.names,
@@ -164,12 +265,31 @@ def load_run_state(run: Run, saved: Mapping[str, Any]) -> None:
     load_optimizer(run.optimizer, saved["optimizer"])
     if run.scaler.is_enabled() and saved["scaler"]:  # a run may move to a device of another precision
         run.scaler.load_state_dict(saved["scaler"])
-    run.meter.load_state_dict(saved["meter"])
     run.state = TrainState(**saved["state"])
+    run.proven = run.state.best_fitness, run.state.best_epoch
+    _load_shares(run, saved)
     set_rng_state(saved["rng"])
     for what, now in {"data": data_facts(run), "precision": run.precision.name, "versions": versions()}.items():
         if saved[what] != now:
             get_logger().warning(f"since this run was saved its {what} changed: {saved[what]} became {now}")
+
+
+def _load_shares(run: Run, saved: Mapping[str, Any]) -> None:
+    """Give each rank its own meter and buffers of the middle of an epoch; what they add up to, if ranks are others."""
+    meters, buffers, env = saved["meters"], saved["rank_buffers"], run.env
+    if meters is not None and len(meters) == env.world_size:
+        run.meter.load(meters[env.rank])
+    elif meters is not None and env.is_main_process:
+        total = meters.sum(0)
+        total[-1] *= env.world_size / len(meters)  # every rank counts every batch
+        run.meter.load(total)
+    if buffers is None or run.sync_bn:
+        return
+    row = buffers[env.rank] if len(buffers) == env.world_size else buffers.mean(0)
+    own = _norm_buffers(run)
+    with torch.no_grad():
+        for buffer, values in zip(own, row.split([buffer.numel() for buffer in own]), strict=True):
+            buffer.copy_(values.view_as(buffer))
 
 
 def data_facts(run: Run) -> dict[str, Any]:

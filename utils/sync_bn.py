@@ -237,7 +237,8 @@ def average_buffers(buffers: Sequence[Tensor], env: DistEnv) -> None:
     floating = [buffer for buffer in buffers if buffer.is_floating_point()]
     for dtype in sorted({buffer.dtype for buffer in floating}, key=str):
         group = [buffer for buffer in floating if buffer.dtype == dtype]
-        flat = all_reduce_sum(torch.cat([buffer.reshape(-1) for buffer in group]), env) / env.world_size
+        # In fp64: averaging what is the same on all ranks already then changes no bit of it.
+        flat = all_reduce_sum(torch.cat([buffer.reshape(-1).double() for buffer in group]), env) / env.world_size
         for buffer, values in zip(group, flat.split([buffer.numel() for buffer in group]), strict=True):
             buffer.copy_(values.view_as(buffer))
 

@@ -19,17 +19,7 @@ import torch.distributed.nn.functional  # before there is a group, which its def
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
-from utils.checkpoint_files import (
-    load_checkpoint,
-    non_finite,
-    place,
-    previous_path,
-    remove_stale,
-    sealed,
-    sync_folder,
-    temporary_path,
-    write_synced,
-)
+from utils.checkpoint_files import check_finite, load_checkpoint, previous_path, write_checkpoint
 from utils.devices import as_typed, parse_device
 from utils.errors import Problems, UserError
 from utils.logging import get_logger
@@ -198,11 +188,13 @@ def process_group(
         barrier(env)  # whoever leaves first would take the meeting point along
     finally:
         _machine_group.clear()
+        _board.clear()
         gc.collect()  # a network in a cycle of references would keep the group, and Gloo's threads, beyond its end
         dist.destroy_process_group()
 
 
 _groups = itertools.count()  # numbers the process groups of this process
+_board: list[dist.Store] = []  # where the ranks met, while a process group is up; see `post`
 # The ranks of this machine as a group of their own, while a process group is up and there are other machines.
 _machine_group: list[dist.ProcessGroup] = []
 
@@ -230,6 +222,7 @@ def _connect(env: DistEnv, timeout: timedelta) -> None:
         store = dist.PrefixStore(f"group {next(_groups)}", next(rendezvous("env://", timeout=timeout))[0])
         name = "cpu:gloo,cuda:nccl" if on_nccl else "gloo"
         dist.init_process_group(name, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+        _board.append(store)
         dist.monitored_barrier(timeout=timedelta(seconds=MEET_TIMEOUT))  # names the ranks that do not come
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -381,6 +374,17 @@ def barrier(env: DistEnv) -> None:
         all_gather_objects(None, env)  # over Gloo, as all objects: NCCL's barrier would need to be told the device
 
 
+def post(word: str) -> None:
+    """Put up a word for all ranks, where they met; nobody waits for it, and it stays until the group ends."""
+    for store in _board:
+        store.set(word, "")
+
+
+def is_posted(word: str) -> bool:
+    """Whether any rank has put up a word; costs a question over the network. Never so without other ranks."""
+    return any(store.check([word]) for store in _board)
+
+
 def once(work: Callable[[], T], env: DistEnv) -> T:
     """Let rank 0 do something and give its result to all. Collective: every rank must call it.
 
@@ -528,12 +532,6 @@ class ModelEMA(Generic[M]):
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
-WEIGHT_KEYS = ("model", "ema", "optimizer")  # must be finite; meters and the like may hold the NaN of a skipped window
-
-
-class NonFiniteError(ValueError):
-    """Weights hold NaN or infinity, so they were not saved over finite ones."""
-
 
 def save_checkpoint(
     state: Mapping[str, Any], path: Path, also: Sequence[Path] = (), *, keep_previous: bool = True
@@ -556,27 +554,8 @@ def save_checkpoint(
         OSError: the disk is full or broken; the files that were there are as they were.
         TypeError: the state holds something else than plain values.
     """
-    content = sealed(state)
-    spoiled = [name for key in WEIGHT_KEYS for name in non_finite(content.get(key), key)]
-    if spoiled:
-        raise NonFiniteError(
-            f"{path} was not written: {spoiled[0]} holds NaN or infinity ({len(spoiled)} such tensors)"
-        )
-    folders = sorted({path.parent, *(copy_path.parent for copy_path in also)})
-    for folder in folders:
-        remove_stale(folder)
-    temporary = temporary_path(path)
-    try:
-        write_synced(content, temporary)
-        if keep_previous and path.exists():
-            place(path, previous_path(path))
-        for copy_path in also:
-            place(temporary, copy_path)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    for folder in folders:
-        sync_folder(folder)
+    check_finite(state, path)
+    write_checkpoint(state, path, also, keep_previous)
 
 
 def load_newest(path: Path) -> tuple[dict[str, Any], Path]:
@@ -607,7 +586,7 @@ def load_newest(path: Path) -> tuple[dict[str, Any], Path]:
 
 
 def strip_checkpoint(
-    source: Path, target: Path, drop: Sequence[str] = ("ema", "optimizer", "scaler", "rng", "gradients", "meter")
+    source: Path, target: Path, drop: Sequence[str] = ("ema", "optimizer", "scaler", "rng", "meters", "rank_buffers")
 ) -> None:
     """Write a checkpoint for use rather than for resuming: the EMA weights become ``model``.
 

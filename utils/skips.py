@@ -1,0 +1,83 @@
+"""Windows that were skipped because their gradients were not finite: which they were, and what was in them."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LONGEST = 64  # micro-batches that are remembered; more than there are between two looks and in a window
+LIMIT = 10  # windows in a row after which a run has gone wrong
+LIMIT_FP16 = 26  # the same where the loss scale, 2^16 at first, is still being found
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A window that was skipped.
+
+    Attributes:
+        step: its optimizer step, 0-based.
+        images: of this rank, in those of its micro-batches whose own loss was not finite; [] if all losses were.
+    """
+
+    step: int
+    images: list[int]
+
+
+class SkipLog:
+    """Notes taken on the device and read at log points, so that no step waits for the host.
+
+    Attributes:
+        in_row: windows skipped one after another, up to the last one, as of the last `read`.
+
+    Args:
+        device: of the training.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.in_row = 0
+        self._spoiled = torch.zeros(LONGEST, device=device)
+        self._skipped = torch.zeros(LONGEST, device=device)
+        self._batches: deque[tuple[int, Sequence[int]]] = deque(maxlen=LONGEST)  # step and images since the last read
+        self._steps: deque[int] = deque(maxlen=LONGEST)
+
+    def add_batch(self, step: int, images: Sequence[int], losses: Tensor) -> None:
+        """Note a micro-batch.
+
+        Args:
+            step: optimizer steps before it.
+            images: places of its images in the label index.
+            losses: of this rank, (3,).
+        """
+        if len(self._batches) == LONGEST:  # of a window that long the first ones have to do
+            return
+        self._spoiled[len(self._batches)] = losses.detach().isfinite().logical_not().any()
+        self._batches.append((step, images))
+
+    def add_window(self, step: int, found_inf: Tensor) -> None:
+        """Note the end of a window.
+
+        Args:
+            step: optimizer steps before it.
+            found_inf: () 1 if it was skipped.
+        """
+        self._skipped[len(self._steps)] = found_inf
+        self._steps.append(step)
+
+    def read(self) -> list[Skipped]:
+        """Return the windows that were skipped since the last call. One host sync; the same steps on all ranks."""
+        spoiled, skipped = torch.stack((self._spoiled, self._skipped)).tolist()
+        found = []
+        for step, was_skipped in zip(self._steps, skipped, strict=False):
+            self.in_row = self.in_row + 1 if was_skipped else 0
+            if was_skipped:
+                of_step = [pair for pair in zip(self._batches, spoiled, strict=False) if pair[0][0] == step]
+                found.append(Skipped(step, [image for (_, images), bad in of_step if bad for image in images]))
+        ended = self._steps[-1] if self._steps else -1
+        current = [batch for batch in self._batches if batch[0] > ended]  # of a window that is not done
+        first = len(self._batches) - len(current)
+        self._spoiled[: len(current)] = self._spoiled[first : first + len(current)].clone()
+        self._batches = deque(current, LONGEST)
+        self._steps.clear()
+        return found
