@@ -3,6 +3,7 @@
 The training loop and the validation ask the record and know nothing else about a family.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -18,10 +19,12 @@ from utils import autoanchor
 from utils.boxes import non_max_suppression
 from utils.config import SHIPPED, Hyp
 from utils.dataset import LabelIndex
+from utils.downloads import fetch_weights
 from utils.errors import UserError
 from utils.logging import get_logger
 from utils.loss import DetectionLoss
-from utils.torch_utils import DistEnv, load_checkpoint, once
+from utils.torch_utils import DistEnv, once
+from utils.weights import read_weights
 
 
 @dataclass(frozen=True)
@@ -164,33 +167,40 @@ def family_of(spec: Mapping[str, Any]) -> Family:
 
 
 def load_weights(path: Path, env: DistEnv, flag: str = "--weights") -> dict[str, Any]:
-    """Read a checkpoint to start from or to use. Collective.
+    """Read weights to start from or to use. Collective.
 
     Args:
-        path: a checkpoint of this program, read by rank 0.
+        path: a checkpoint of this program or of YOLOv5, a state dict or a safetensors file, read by rank 0.
         env: this rank's place.
         flag: that named it, for messages; may be ''.
 
+    Returns:
+        A checkpoint of this program, or what `utils.weights.read_weights` makes of weights from elsewhere.
+
     Raises:
-        UserError: the file is no such checkpoint, or is damaged; for the name of a shipped network, such as
-            yolov5s.pt, it says how to train that.
+        UserError: the file is damaged or holds no weights; where the name of a shipped network, such as yolov5s.pt, is
+            not there, it says how to train that.
     """
+
+    def read() -> dict[str, Any]:
+        fetch_weights(path, flag)
+        return read_weights(path, flag)
+
     try:
-        return once(lambda: load_checkpoint(path, flag), env)
+        return once(read, env)
     except UserError as error:
-        if not any(path.stem == shipped.stem for shipped in SHIPPED["model"].glob("*.yaml")):
+        if os.path.exists(path) or not any(path.stem == shipped.stem for shipped in SHIPPED["model"].glob("*.yaml")):
             raise
         raise UserError(
-            f"{error}; published weights are not downloaded or read so far: train that network from scratch with "
-            f"train.py --weights '' --cfg {path.stem}.yaml"
+            f"{error}\nor train that network from scratch with train.py --weights '' --cfg {path.stem}.yaml"
         ) from error
 
 
 def load_model(path: Path, env: DistEnv, flag: str = "") -> tuple[DetectionModel, Family, int]:
-    """Build the network that a checkpoint holds, with its averaged weights if it has any. Collective.
+    """Build the network that a file of weights holds, with its averaged weights if it has any. Collective.
 
     Args:
-        path: a checkpoint of this program, read by rank 0.
+        path: as in `load_weights`.
         env: this rank's place; the network goes to its device.
         flag: that named it, for messages.
 
@@ -198,15 +208,20 @@ def load_model(path: Path, env: DistEnv, flag: str = "") -> tuple[DetectionModel
         The network in evaluation mode, knowing its class names, its family, and the image size it was trained at.
 
     Raises:
-        UserError: the file is no such checkpoint, or is damaged.
+        UserError: the file is damaged, holds no weights, or does not say for which network.
     """
     checkpoint = load_weights(path, env, flag)
+    shown = f"{flag} {path}".lstrip()
+    if "why_no_spec" in checkpoint:
+        raise UserError(f"{shown} {checkpoint['why_no_spec']}")
     missing = {"spec", "names", "model", "config"} - checkpoint.keys()
     if missing:
-        raise UserError(f"{flag} {path} holds no network: {', '.join(sorted(missing))} is missing".lstrip())
+        raise UserError(f"{shown} holds no network: {', '.join(sorted(missing))} is missing")
     family = family_of(checkpoint["spec"])
     model = family.build(checkpoint["spec"], len(checkpoint["names"]), checkpoint["names"])
     load_state(model, weights_of(checkpoint), strict=True)
+    if "origin" in checkpoint:
+        get_logger().info(f"weights     {path}: from {checkpoint['origin']}")
     return model.to(env.device).to(memory_format=torch.channels_last).eval(), family, checkpoint["config"]["imgsz"]
 
 

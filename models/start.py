@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def network_spec(cfg: str, weights: str, checkpoint: Mapping[str, Any] | None) -
     assert checkpoint is not None
     spec = checkpoint.get("spec")
     if spec is None:
-        raise UserError(f"--weights {weights} does not say which network it is for; add --cfg")
+        why = checkpoint.get("why_no_spec", "does not say which network it is for")
+        raise UserError(f"--weights {weights} {why}; add --cfg")
     return spec
 
 
@@ -53,7 +55,7 @@ def start_from(raw_model: DetectionModel, weights: str, checkpoint: Mapping[str,
     Args:
         raw_model: the network.
         weights: the flag, for messages.
-        checkpoint: its content, of this program.
+        checkpoint: its content, as `load_weights` gives it.
         keep_anchors: keep those of the network's YAML, where one was named.
 
     Raises:
@@ -75,8 +77,16 @@ def start_from(raw_model: DetectionModel, weights: str, checkpoint: Mapping[str,
         report = load_state(raw_model, state)
     except UserError as error:
         raise UserError(f"--weights {weights}: {error}; name the --cfg that they were trained in, or none") from error
-    left = f"; {len(report.left)} keep their initialization ({next(iter(report.left.values()))})" if report.left else ""
-    get_logger().info(f"weights     {weights}: {report.taken} tensors taken{left}")
+    own = raw_model.state_dict().keys()
+    kept = [why for name, why in report.left.items() if name in own]
+    text = f"{report.taken - keep_anchors} tensors taken{', anchors of --cfg kept' * keep_anchors}"
+    if kept:
+        text += f"; {len(kept)} keep their initialization ({kept[0]})"
+    if len(report.left) > len(kept):
+        text += f"; {len(report.left) - len(kept)} are not in the network"
+    origin = f"from {checkpoint['origin']}: " if "origin" in checkpoint else ""
+    few = 2 * report.taken < len(own)
+    get_logger().log(WARNING if few else INFO, f"weights     {weights}: {origin}{text}")
 
 
 def freeze(raw_model: DetectionModel, layers: Sequence[int]) -> None:

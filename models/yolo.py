@@ -1,7 +1,7 @@
 """The network: model YAML -> modules, the anchor-based head, loading of weights.
 
 A model YAML lists rows ``[from, repeats, module, arguments]``. Each row is run once on the meta device (shapes without
-numbers) as soon as it is built, so that a mistake is reported with the row where it was made.
+numbers) as soon as it is read, so that a mistake is reported with the row where it was made.
 
 Shape letters: B images, L levels of the head, A anchors of a level, N all anchors of all cells and levels, C classes,
 H W rows and columns of a level's map.
@@ -25,6 +25,12 @@ from utils.errors import UserError
 
 PROBE_SIDE = 256
 """Side in pixels of the image that rows are tried on: a multiple of every stride up to 256."""
+
+# A YAML from a stranger must not fill the memory; every known network stays far below these.
+MOST_REPEATS, MOST_ROWS, MOST_ITEMS = 256, 1000, 256  # of a row, of a network, of a list among a row's arguments
+LARGEST_NUMBER = 1 << 16  # any number of a row, channels of a map, classes
+MOST_PARAMETERS = 1 << 30
+LONGEST_SHOWN = 200  # letters of a value in a message
 
 
 class Detect(nn.Module):
@@ -192,23 +198,30 @@ def parse_model(spec: Mapping[str, Any], num_classes: int, channels: int = 3) ->
     """
     check_keys(spec)
     maps = {-1: torch.empty(2, channels, PROBE_SIDE, PROBE_SIDE, device="meta")}
-    layers: list[nn.Module] = []
-    sources: list[int | tuple[int, ...]] = []
-    total = len(spec["backbone"]) + len(spec["head"])
+    rows: list[tuple[Row, list[Tensor]]] = []
+    parameters, total = 0, len(spec["backbone"]) + len(spec["head"])
+    if total > MOST_ROWS:
+        raise UserError(f"model YAML: {total} rows, more than {MOST_ROWS}")
     for index, (where, content) in enumerate(_numbered(spec)):
         row = read_row(where, content, index, spec, num_classes)
         if (row.kind.build is Detect) != (index == total - 1):
             raise UserError(f"{row.where}: Detect is the last row of the head, and no other")
         inputs = [maps[source] for source in row.sources]
-        layer = _build(row, inputs)
+        with torch.device("meta"):  # without numbers, which might find no room
+            layer = _build(row, inputs)
+        parameters += sum(tensor.numel() for tensor in layer.parameters())
+        if parameters > MOST_PARAMETERS:
+            raise UserError(
+                f"{row.where}: with it the network has {parameters} parameters, more than {MOST_PARAMETERS}"
+            )
         maps[index] = _probe(row, layer, inputs)
-        layers.append(layer)
-        sources.append(row.sources if row.kind.joins else row.sources[0])
+        rows.append((row, inputs))
 
-    network = nn.Sequential(*layers)
+    network = nn.Sequential(*(_build(row, inputs) for row, inputs in rows))
+    sources = tuple(row.sources if row.kind.joins else row.sources[0] for row, _ in rows)
     if "activation" in spec:
         _set_activation(network, spec["activation"])
-    return Network(network, tuple(sources))
+    return Network(network, sources)
 
 
 def check_keys(spec: Mapping[str, Any]) -> None:
@@ -223,13 +236,14 @@ def check_keys(spec: Mapping[str, Any]) -> None:
             raise UserError(f"model YAML: the key '{key}' is missing")
     for key in spec:
         if key not in known:
-            raise UserError(f"model YAML: unknown key '{key}'{_nearest(str(key), known)}")
+            raise UserError(f"model YAML: unknown key {_shown(str(key))}{_nearest(str(key), known)}")
     for key in ("depth_multiple", "width_multiple"):
         if not _is_positive(spec[key]):
-            raise UserError(f"model YAML: '{key}' is {spec[key]!r}; give a positive number")
+            raise UserError(f"model YAML: '{key}' is {_shown(spec[key])}; give a positive number")
     for key in ("nc", "channel_multiple", "ch"):
-        if key in spec and not (type(spec[key]) is int and spec[key] > 0):
-            raise UserError(f"model YAML: '{key}' is {spec[key]!r}; give a positive whole number")
+        if key in spec and not (type(spec[key]) is int and 0 < spec[key] <= LARGEST_NUMBER):
+            wanted = f"a positive whole number up to {LARGEST_NUMBER}"
+            raise UserError(f"model YAML: '{key}' is {_shown(spec[key])}; give {wanted}")
     for key in ("backbone", "head"):
         if not isinstance(spec[key], list) or not spec[key]:
             raise UserError(f"model YAML: '{key}' must be a list of rows [from, repeats, module, arguments]")
@@ -250,17 +264,19 @@ def read_row(where: str, content: Any, index: int, spec: Mapping[str, Any], num_
         UserError: names the row.
     """
     if not (isinstance(content, list) and [type(one) for one in content[2:]] == [str, list]):
-        raise UserError(f"{where}: {content!r} is not of the form [from, repeats, module, [arguments]]")
+        raise UserError(f"{where}: {_shown(content)} is not of the form [from, repeats, module, [arguments]]")
     source, repeats, name, given = content
-    where = f"{where} ({name})"
+    where = f"{where} ({name[:LONGEST_SHOWN]})"
     if name not in KINDS:
         raise UserError(f"{where}: unknown module{_nearest(name, tuple(KINDS)) or '; known: ' + ', '.join(KINDS)}")
     kind = KINDS[name]
     if type(repeats) is not int or repeats < 1 or (repeats > 1 and kind.repeats == "once"):
         wanted = "1" if kind.repeats == "once" else "a whole number from 1"
-        raise UserError(f"{where}: repeats is {repeats!r}; it must be {wanted}")
+        raise UserError(f"{where}: repeats is {_shown(repeats)}; it must be {wanted}")
     if repeats > 1:
-        repeats = max(round(repeats * spec["depth_multiple"]), 1)
+        repeats = max(round(min(repeats, LARGEST_NUMBER) * min(spec["depth_multiple"], LARGEST_NUMBER)), 1)
+    if repeats > MOST_REPEATS:
+        raise UserError(f"{where}: it would be repeated {repeats} times, more than {MOST_REPEATS}")
 
     words = {"nc": num_classes, "anchors": spec["anchors"], "None": None}
     args = [_plain(value, words) for value in given]
@@ -268,7 +284,9 @@ def read_row(where: str, content: Any, index: int, spec: Mapping[str, Any], num_
     if kind.build is Detect and args[0] != num_classes:
         raise UserError(f"{where}: its first argument is {args[0]}, but there are {num_classes} classes; write nc")
     if kind.scaled:
-        args[0] = _round_up(args[0] * spec["width_multiple"], spec.get("channel_multiple", 8))
+        args[0] = _round_up(args[0] * min(spec["width_multiple"], LARGEST_NUMBER), spec.get("channel_multiple", 8))
+        if args[0] > LARGEST_NUMBER:
+            raise UserError(f"{where}: it would have {args[0]} channels, more than {LARGEST_NUMBER}")
     return Row(where, _resolve(where, source, index, kind), repeats, kind, args)
 
 
@@ -280,7 +298,7 @@ def _numbered(spec: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _nearest(name: str, known: Sequence[str]) -> str:
     """Return "; did you mean ...?" for a name that resembles a known one, else nothing."""
-    spelled = {word.lower(): word for word in known}
+    name, spelled = name[:LONGEST_SHOWN], {word.lower(): word for word in known}
     spelled |= {word.lower().removeprefix("nn."): word for word in known}
     found = get_close_matches(name.lower(), spelled, 1)
     return f"; did you mean {spelled[found[0]]}?" if found else ""
@@ -298,12 +316,17 @@ def _round_up(channels: float, multiple: int) -> int:
 
 
 def _is_positive(value: Any) -> bool:
-    return type(value) in NUMBER and 0 < value < math.inf
+    return type(value) in NUMBER and 0 < value < 1e9
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def _check_anchors(levels: Any) -> None:
     """Raise a UserError unless anchors are a number per level, or lists of one length of widths and heights."""
-    if type(levels) is int and levels > 0:
+    if type(levels) is int and 0 < levels <= MOST_ITEMS:
         return
     if not isinstance(levels, list) or not levels or not all(isinstance(level, list) for level in levels):
         raise UserError(
@@ -312,7 +335,10 @@ def _check_anchors(levels: Any) -> None:
         )
     for number, level in enumerate(levels):
         if not level or len(level) % 2 or not all(_is_positive(side) for side in level):
-            raise UserError(f"model YAML, anchors row {number}: {level} is not a list of widths and heights in pixels")
+            text = _shown(level)
+            raise UserError(f"model YAML, anchors row {number}: {text} is not a list of widths and heights in pixels")
+        if len(level) > MOST_ITEMS:
+            raise UserError(f"model YAML, anchors row {number}: {len(level)} numbers, more than {MOST_ITEMS}")
         if len(level) != len(levels[0]):
             raise UserError(f"model YAML, anchors row {number}: all levels must have as many anchors as the first")
 
@@ -326,17 +352,32 @@ def _check_arguments(where: str, kind: Kind, args: Sequence[Any]) -> None:
     for (name, types), value in zip(kind.arguments.items(), args, strict=False):
         if type(value) not in types:
             wanted = " or ".join("None" if one is NONE else one.__name__ for one in types)
-            raise UserError(f"{where}: its argument '{name}' is {value!r}; it must be {wanted}")
+            raise UserError(f"{where}: its argument '{name}' is {_shown(value)}; it must be {wanted}")
         lowest = 0 if name in MAY_BE_ZERO else 1
         if type(value) is int and value < lowest:
             raise UserError(f"{where}: its argument '{name}' is {value}; it must be at least {lowest}")
+        _check_sizes(where, name, value)
+
+
+def _check_sizes(where: str, name: str, value: Any) -> None:
+    """Raise a UserError for numbers that no network has, also in lists."""
+    values = value if isinstance(value, list) else [value]
+    if name == "anchors" and isinstance(value, list):
+        return  # checked before
+    if len(values) > MOST_ITEMS:
+        raise UserError(f"{where}: its argument '{name}' has {len(values)} items, more than {MOST_ITEMS}")
+    if isinstance(value, list) and any(type(one) is not int for one in values):
+        raise UserError(f"{where}: its argument '{name}' is {_shown(value)}; it must be a list of whole numbers")
+    if any(type(one) in NUMBER and not abs(one) <= LARGEST_NUMBER for one in values):
+        raise UserError(f"{where}: its argument '{name}' is {_shown(value)}; it must be at most {LARGEST_NUMBER}")
 
 
 def _resolve(where: str, source: Any, index: int, kind: Kind) -> tuple[int, ...]:
     """Turn "from" into absolute row numbers; -1 is the image, read by the first row."""
     given = source if isinstance(source, list) else [source]
     if not given or any(type(one) is not int for one in given):
-        raise UserError(f"{where}: from is {source!r}; it must be the number of a row, or a list of such numbers")
+        text = _shown(source)
+        raise UserError(f"{where}: from is {text}; it must be the number of a row, or a list of such numbers")
     if len(given) > 1 and not kind.joins:
         raise UserError(f"{where}: it reads one row, but from lists {len(given)}")
     for one in given:
@@ -360,7 +401,7 @@ def _build(row: Row, inputs: Sequence[Tensor]) -> nn.Module:
         else:
             widths = [c_in] + [row.args[0]] * (row.repeats - 1)
             stack = [row.kind.build(width, *row.args) for width in widths]
-    except (TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise _cannot_be_built(row, error) from error
     return stack[0] if len(stack) == 1 else nn.Sequential(*stack)
 
@@ -410,17 +451,18 @@ def _probe(row: Row, layer: nn.Module, inputs: Sequence[Tensor]) -> Any:
     try:
         with torch.no_grad():
             return run_on_meta(layer, list(inputs) if row.kind.joins else inputs[0])
-    except (TypeError, ValueError, RuntimeError, IndexError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, RuntimeError, IndexError, ArithmeticError) as error:
         raise _cannot_be_built(row, error) from error
 
 
 def _cannot_be_built(row: Row, error: Exception) -> UserError:
-    return UserError(f"{row.where}: it can't be built with the arguments {row.args}: {str(error).splitlines()[0]}")
+    reason = (str(error) or type(error).__name__).splitlines()[0][:300]
+    return UserError(f"{row.where}: it can't be built with the arguments {_shown(row.args)}: {reason}")
 
 
 def _set_activation(network: nn.Module, name: Any) -> None:
     if str(name) not in ACTIVATIONS:
-        raise UserError(f"model YAML: 'activation' is {name!r}; known: {', '.join(ACTIVATIONS)}")
+        raise UserError(f"model YAML: 'activation' is {_shown(name)}; known: {', '.join(ACTIVATIONS)}")
     for module in network.modules():
         if isinstance(module, Conv):
             module.act = ACTIVATIONS[name]()

@@ -17,6 +17,8 @@ import torch
 
 import train
 from tests.common import PROJECT
+from utils.resume import RESUMABLE_FLAGS
+from utils.torch_utils import load_checkpoint
 
 CHILD_ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -102,3 +104,14 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
             return [f"{where}: {len(a)} and {len(b)} items"]
         return [place for i, pair in enumerate(zip(a, b, strict=True)) for place in differences(*pair, f"{where}/{i}")]
     return [] if a == b else [f"{where}: {a} and {b}"]
+
+
+def assert_same_run(expected: Path, found: Path) -> None:
+    """Check that two runs ended alike: all that last.pt holds, but for the runs' names, and results.csv."""
+    free = RESUMABLE_FLAGS | {"name"}
+    a, b = (load_checkpoint(run_dir / "weights/last.pt") for run_dir in (expected, found))
+    for state in (a, b):
+        state["run_dir"] = state["digest"] = ""
+        state["config"] = {key: value for key, value in state["config"].items() if key not in free}
+    assert not differences(a, b)
+    assert (found / "results.csv").read_text() == (expected / "results.csv").read_text()

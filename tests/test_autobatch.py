@@ -73,9 +73,8 @@ def test_largest_batch_is_exactly_what_fits() -> None:
 def test_constant_costs_do_not_count_as_images() -> None:
     """Small batches are mostly workspace: a line through all sizes would promise too much here."""
     used = {1: 1000, 2: 1001, 4: 1010, 8: 1090, 16: 1730}
-    assert (
-        largest_batch(Measurement(used, 10_000), share=0.5) == 16 + (5000 - 1730) // 60
-    )  # (1730 - 1010) / 12 an image
+    per_image = (1730 - 1010) // (16 - 4)
+    assert largest_batch(Measurement(used, 10_000), share=0.5) == 16 + (5000 - 1730) // per_image
 
 
 def test_one_size_only() -> None:

@@ -402,6 +402,7 @@ def test_yaml_that_is_no_text(tmp_path: Path) -> None:
 
 
 def test_shipped_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L1: from any folder, with or without the suffix."""
     monkeypatch.chdir(tmp_path)
     shipped = PROJECT / "data" / "hyps" / "hyp.scratch-low.yaml"
     for name in ("hyp.scratch-low.yaml", "hyp.scratch-low", "data/hyps/hyp.scratch-low.yaml"):

@@ -31,7 +31,7 @@ def test_data(tmp_path: Path) -> None:
         val=[root / "images" / "val"],
         test=[root / "images" / "a", root / "lists" / "b.txt"],
         names=["cat", "dog"],
-        download="https://x/y.zip",
+        download=["https://x/y.zip"],
     )
     assert load_data(path).num_classes == 2
 
@@ -83,7 +83,10 @@ def test_names_by_id(tmp_path: Path) -> None:
         ("[cat, dog]", "[cat, null]", "names: class 1 is None, not a text"),
         ("path: set", "nc: 3", "nc says 3 classes, names lists 2"),
         ("path: set", "path: [a]", "path takes a text, not a list"),
-        ("path: set", "download: {a: b}", "download takes a text, not keys and values"),
+        ("path: set", "download: {a: b}", "download takes an address, a list of addresses, or a script, not"),
+        ("path: set", "download: file:///etc/x.zip", "download: 'file:///etc/x.zip' is not an address of a file"),
+        ("path: set", "download: [https://x/y.zip, rm -r /]", "download: 'rm -r /' is not an address of a file"),
+        ("path: set", "converter: coca", "converter is coco or voc, not 'coca'; did you mean coco?"),
         ("path: set", "generator: shape", "generator is shapes, not 'shape'; did you mean shapes?"),
         ("images/train", "{a: b}", "train takes a folder, a .txt list, or a list of these, not {'a': 'b'}"),
         ("images/train", "[a, 3]", "train takes a folder, a .txt list, or a list of these, not ['a', 3]"),
@@ -154,7 +157,7 @@ def test_a_root_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UserError, match=r"train: .*yamls/set/images/train does not exist"):
         check_split_paths(load_data(path))
     absolute = write(tmp_path / "e.yaml", DATA.replace("path: set", "path: /no/such/folder\ndownload: https://x/y.zip"))
-    with pytest.raises(UserError, match=r"no folder /no/such/folder; its download line is not available yet: fetch"):
+    with pytest.raises(UserError, match=r"no folder /no/such/folder$"):
         check_split_paths(load_data(absolute))
 
 

@@ -143,7 +143,10 @@ def small(data: Path, *more: object) -> list[object]:
         ("--cfg yolo5n --hyp scratch-lo", ["did you mean yolov5n.yaml?", "--hyp scratch-lo: there is no such file"]),
         ("--weights best.pt", ["--weights best.pt is not there"]),
         ("--weights .", ["--weights . is a folder; name a file, such as weights/best.pt of a run"]),
-        ("--weights yolov5s.pt", ["--weights yolov5s.pt is not there; ", "train.py --weights '' --cfg yolov5s.yaml"]),
+        (
+            "--weights yolov5s.pt",
+            ["--weights yolov5s.pt is not there and can't", "train.py --weights '' --cfg yolov5s.yaml"],
+        ),
         ("--resume", ["--resume: no run with weights/last.pt under runs/train"]),
         ("--resume nowhere", ["--resume nowhere: no weights/last.pt there"]),
     ],
@@ -251,7 +254,7 @@ def test_weights_that_are_none(good: Path, cwd: Path) -> None:
     wrong.write_bytes(b"\xff\xd8\xff\xe0 JFIF")
     for script, flags in {"train.py": small(good, "--cfg", "yolov5n"), "val.py": ["--data", good]}.items():
         done = call(script, *flags, "--weights", wrong, cwd=cwd)
-        assert_clear(done, "photo.pt is damaged or not a checkpoint of this program", left=cwd)
+        assert_clear(done, "photo.pt is damaged or not a checkpoint: it is no file of torch.save", left=cwd)
 
 
 def test_weights_of_another_network(weights: Path, good: Path, cwd: Path) -> None:

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 
 import lockstep
 from lockstep import START, YOLO
+from models import families
 from tests.callback_runs import Failing
 from tests.common import PROJECT
 from tests.dist.conftest import marked, marked_processes, nothing_left  # noqa: F401 - fixtures
@@ -29,8 +31,11 @@ from tests.dist.launch import free_port, torchrun
 from tests.runs import make_data
 from tests.test_detect import checkpoint
 from utils.callbacks import Callback
+from utils.config import TrainConfig
 from utils.errors import UserError
+from utils.flags import given_keywords
 from utils.jobs import JOB, job_folder, read_job, write_job
+from utils.torch_utils import load_checkpoint, save_checkpoint
 
 SLOW = pytest.mark.slow
 LIMIT = 600.0  # seconds; a healthy script takes 30 at most
@@ -485,7 +490,9 @@ def test_caller_that_is_gone(data: Path, tmp_path: Path) -> None:
     """L5: a launcher whose caller was killed before it could look at it starts nothing, and clears up."""
     folder = tmp_path / "job"
     folder.mkdir()
-    variables = write_job(folder, {"device": "cpu,cpu", "data": str(data), "project": str(tmp_path / "runs")}, [])
+    variables = write_job(
+        folder, "train", {"device": "cpu,cpu", "data": str(data), "project": str(tmp_path / "runs")}, []
+    )
     job = dataclasses.replace(pickle.loads((folder / JOB).read_bytes()), caller=os.getppid())
     (folder / JOB).write_bytes(pickle.dumps(job))
     variables = {name: hashlib.sha256((folder / JOB).read_bytes()).hexdigest() for name in variables}
@@ -514,6 +521,21 @@ def test_keywords() -> None:
     ]
 
 
+def test_every_flag_is_a_keyword() -> None:
+    """L5: under each of its spellings, with underscores for dashes."""
+    page = subprocess.run(
+        [sys.executable, PROJECT / "train.py", "--help"], capture_output=True, text=True, timeout=LIMIT, check=True
+    ).stdout
+    spellings = set(re.findall(r"(?<![\w-])--([a-z][a-z_-]+)", page.partition("\noptions:")[2]))
+    assert {"batch", "sync-bn", "cuda-graph", "profile", "dp", "device", "img-size"} < spellings
+    values = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    values |= {"freeze": [0], "loggers": ["csv"]}
+    for spelling in spellings - {"help", "local-rank", "local_rank", "no-sync-bn", "no-deterministic"}:
+        keyword = spelling.replace("-", "_")
+        name = {"batch": "batch_size", "img": "imgsz", "img_size": "imgsz"}.get(keyword, keyword)
+        assert given_keywords(TrainConfig, {keyword: values[name]}) == {name: values[name]}
+
+
 @pytest.mark.parametrize(
     ("device", "shown"),
     [(["cpu", 0], "cpu,0"), ("0,0", "0,0"), ([97, 98], "97,98"), ("gpu", "gpu")],
@@ -528,6 +550,25 @@ def test_devices(device: Any, shown: str) -> None:
 def test_batch() -> None:
     """B2: before any worker starts."""
     assert "must be a positive multiple of their number, 4; use 4 or 8" in refused(batch=6, device=["cpu"] * 4)
+
+
+def test_family_that_cannot_be_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L12: from Python too; no process is started, and nothing trains on one device."""
+    alone_only = dataclasses.replace(families.YOLOV5, name="alone_only", launchable=False)
+    monkeypatch.setitem(families.FAMILIES, alone_only.name, alone_only)
+    monkeypatch.setattr(lockstep.subprocess, "Popen", None)
+    spec = {**yaml.safe_load((PROJECT / "models/yolov5n.yaml").read_text()), "family": alone_only.name}
+    (tmp_path / "net.yaml").write_text(yaml.safe_dump(spec))
+    weights = checkpoint(tmp_path / "net.pt", None, ["a", "b"], 64)
+    save_checkpoint({**load_checkpoint(weights), "spec": spec}, weights)
+    for yolo in (YOLO(tmp_path / "net.yaml"), YOLO(weights)):
+        with pytest.raises(UserError) as error:
+            yolo.train(data="none.yaml", device="cpu,cpu", project=tmp_path / "runs")
+        message = str(error.value)
+        assert message.startswith("--device cpu,cpu names 2 devices, but no workers can be started for networks of")
+        assert "\n  python -m torch.distributed.run --nproc_per_node 2 my_script.py " in message
+        assert "YOLO(...).train(...) without a device" in message
+    assert not (tmp_path / "runs").exists()
 
 
 class Holding(Callback):
@@ -601,10 +642,17 @@ def test_network_of_the_object(data: Path, tmp_path: Path) -> None:
         small.train(data=data, weights=weights, imgsz=64, epochs=1, device="cpu", project=tmp_path / "runs")
 
 
-def test_val_on_several_devices(tmp_path: Path) -> None:
-    yolo = YOLO(checkpoint(tmp_path / "weights.pt", None, ["a", "b"], 64))
-    with pytest.raises(UserError, match=r"several devices validate with val\.py --device 0,1"):
-        yolo.val(device="cpu,cpu")
+def test_val_on_several_devices(data: Path, tmp_path: Path) -> None:
+    """L5: in a process for each; the figures are those of one device."""
+    yolo = YOLO(checkpoint(tmp_path / "weights.pt", None, ["blue", "red"], 64))
+    flags = {"data": data, "imgsz": 64, "batch": 2, "workers": 0, "noplots": True, "project": tmp_path / "runs"}
+    alone, several = yolo.val(device="cpu", **flags), yolo.val(device=["cpu", "cpu"], save_txt=True, **flags)
+    assert several.rows == alone.rows
+    assert several.rows[0]["images"] == 4
+    assert several.fitness == several.map
+    assert [run.run_dir for run in (alone, several)] == [tmp_path / "runs/exp", tmp_path / "runs/exp2"]
+    assert (several.run_dir / "labels").is_dir()
+    assert yolo.val(device="cpu", task="speed", **flags).run_dir == tmp_path / "runs"
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
@@ -614,7 +662,7 @@ def test_job_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what the caller has written is unpickled, and only this user can read it."""
     with job_folder() as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
-        for name, value in write_job(folder, {"epochs": 3}, []).items():
+        for name, value in write_job(folder, "train", {"epochs": 3}, []).items():
             monkeypatch.setenv(name, value)
         assert read_job(folder).given == {"epochs": 3}
         (folder / JOB).write_bytes(b"cos\nsystem\n(S'touch hacked'\ntR.")

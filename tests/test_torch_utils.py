@@ -81,6 +81,7 @@ def names(devices: list[torch.device]) -> list[str]:
     ],
 )
 def test_device_flags(flag: str | int | list[str | int], expected: list[str]) -> None:
+    """L6: every way to name devices."""
     assert names(parse_device(flag, cuda_count=12, has_mps=True)) == expected
 
 
@@ -89,6 +90,7 @@ def test_device_flags(flag: str | int | list[str | int], expected: list[str]) ->
 )
 @pytest.mark.parametrize("flag", ["", "auto"])
 def test_automatic_device(flag: str, cuda_count: int, has_mps: int, expected: str) -> None:
+    """L6: the best one there is, never more than one."""
     assert names(parse_device(flag, cuda_count, bool(has_mps))) == [expected]
 
 
@@ -101,7 +103,7 @@ def test_automatic_device(flag: str, cuda_count: int, has_mps: int, expected: st
     ],
 )
 def test_wrong_device_flags(flag: str | int | list[str | int]) -> None:
-    """One error each, and it names what exists."""
+    """L6: one error each, and it names what exists."""
     with pytest.raises(UserError, match=r"--device .*; here are: cuda:0, cuda:1, cpu$") as info:
         parse_device(flag, cuda_count=2, has_mps=False)
     assert ("(a GPU is named by its number, as 0 or cuda:0)" in str(info.value)) == (flag in ("cuda", "gpu"))

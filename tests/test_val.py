@@ -46,7 +46,7 @@ def saved(path: Path, model: DetectionModel, imgsz: int) -> Path:
 
 def run(config: ValConfig) -> val.Evaluation:
     with process_group("cpu") as env:
-        evaluation = val.run(config, env)
+        evaluation = val.run(config, env).evaluation
     assert evaluation is not None
     return evaluation
 

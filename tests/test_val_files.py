@@ -48,7 +48,7 @@ class Measured:
         flags = {"weights": str(self.weights), "data": str(self.data), "project": f"{folder}/runs"}
         config = ValConfig(**flags, workers=0, save_json=True, save_txt=True, save_conf=True, noplots=True)  # type: ignore[arg-type]
         with process_group("cpu") as env:
-            evaluation = val.run(config, env)
+            evaluation = val.run(config, env).evaluation
         assert evaluation is not None
         self.evaluation = evaluation
         self.results = json.loads((self.run_dir / "predictions.json").read_text())

@@ -1,6 +1,7 @@
 """Checkpoint files as such: plain values only, one digest of the content, and every file whole or absent."""
 
 import contextlib
+import functools
 import hashlib
 import math
 import os
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from utils.errors import UserError
 from utils.inert_pickle import MOST_STEPS, Global, Record, RefusedError
+from utils.logging import get_logger
 from utils.torch_files import StoredTensor, TorchFile
 
 CHECKPOINT_FORMAT = 1  # raised when older programs can't read the files any more
@@ -315,11 +317,19 @@ def place(source: Path, target: Path) -> None:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what runs left that died while they saved."""
+    """Remove what runs left that died while they saved, as far as this user may."""
     for path in folder.glob(".*.pt.*.tmp"):
         match = TEMPORARY.fullmatch(path.name)
         if match and not _is_running(int(match.group(1))):
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                _warn_once(f"{path}, left by a run that died, can't be removed: {error.strerror}")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    get_logger().warning(message)
 
 
 def _is_running(pid: int) -> bool:

@@ -5,6 +5,7 @@ Imports the standard library and yaml only, like `utils.config`.
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,9 @@ from utils.errors import Problems, UserError, nearest
 from utils.flags import check_values
 
 GENERATORS = ("shapes",)
-_DATA_KEYS = ("path", "train", "val", "test", "names", "nc", "download", "generator", "defaults")
+CONVERTERS = ("coco", "voc")  # of annotations in other formats, see `utils.conversion`
+LONGEST_SHOWN = 100  # letters of a value in a message
+_DATA_KEYS = ("path", "train", "val", "test", "names", "nc", "download", "converter", "generator", "defaults")
 # Of other programs and of authors, about the data set rather than about what is in it.
 _NOTES = (
     "roboflow", "author", "authors", "contributor", "citation", "license", "licence", "url", "homepage", "source",
@@ -51,7 +54,10 @@ class DataConfig:
     val: list[Path]
     names: list[str]  # index = class id
     test: list[Path] = field(default_factory=list)
-    download: str | None = None
+    download: list[str] = field(default_factory=list)  # addresses of archives to fetch it from
+    script: str = ""  # or what would do that, in bash or Python
+    script_allowed: bool = False  # by the user
+    converter: str | None = None  # what makes label files of the annotations in the archives
     generator: str | None = None  # the data set is drawn, not fetched
     defaults: dict[str, Any] = field(default_factory=dict)  # flags of train.py that suit it; what is typed wins
     merged: int = 0  # classes of the label files that count as one (--single-cls); 0 = each is its own
@@ -76,13 +82,13 @@ def as_one_class(data: DataConfig) -> DataConfig:
     return dataclasses.replace(data, names=["item"], merged=data.num_classes)
 
 
-def load_data(name: str | Path, single_cls: bool = False) -> DataConfig:
+def load_data(name: str | Path, single_cls: bool = False, allow_script: bool = False) -> DataConfig:
     """Read a data set YAML, by path or shipped name. Nothing is fetched, drawn or looked for on disk yet.
 
     ``path`` is the root of the splits: absolute, else relative to the YAML's folder, the current folder or the
     project, the first in which it exists (the project if none: there it will be made). An unknown key is a mistake if
     it is close to a known one, else a note of the author's, and doubtful unless many data sets have it. With
-    ``single_cls`` all classes count as one.
+    ``single_cls`` all classes count as one; with ``allow_script`` a script under ``download`` may run if needed.
 
     Raises:
         UserError: lists every problem with the file and the key.
@@ -96,6 +102,7 @@ def load_data(name: str | Path, single_cls: bool = False) -> DataConfig:
     splits = {split: _split_paths(split, content.get(split), root, problems) for split in SPLITS}
     names = _class_names(content["names"], problems) if "names" in content else []
     defaults = _default_flags(content.get("defaults"), problems)
+    download, script = _downloads(content.get("download"), problems)
     if "nc" in content and names and content["nc"] != len(names):
         problems.add(f"nc says {content['nc']} classes, names lists {len(names)}; nc can be left out")
     problems.raise_if_any(str(path))
@@ -103,7 +110,10 @@ def load_data(name: str | Path, single_cls: bool = False) -> DataConfig:
         path,
         root,
         names=names,
-        download=content.get("download"),
+        download=download,
+        script=script,
+        script_allowed=allow_script,
+        converter=content.get("converter"),
         generator=content.get("generator"),
         defaults=defaults,
         train=splits["train"],
@@ -115,8 +125,18 @@ def load_data(name: str | Path, single_cls: bool = False) -> DataConfig:
     return as_one_class(data) if single_cls else data
 
 
+def missing_paths(data: DataConfig, splits: Sequence[str]) -> list[Path]:
+    """Return the folders and lists of some splits that are not there."""
+    return [path for split in splits for path in getattr(data, split) if not os.path.exists(path)]
+
+
+def is_fetched(data: DataConfig, splits: Sequence[str]) -> bool:
+    """Whether some of these splits are not there, and the YAML says how to get them."""
+    return bool(data.download or data.script) and bool(missing_paths(data, splits))
+
+
 def check_split_paths(data: DataConfig, splits: Sequence[str] = ("train", "val")) -> dict[str, list[Path]]:
-    """Return the folders and lists of some splits; call it after a built-in data set was drawn.
+    """Return the folders and lists of some splits; call it after a data set was drawn or fetched.
 
     Raises:
         UserError: lists every path that is missing, and each split that the file does not name.
@@ -147,12 +167,34 @@ def _check_data_keys(content: Mapping[Any, Any], problems: Problems) -> None:
     for key in ("train", "val", "names"):
         if content.get(key) is None and nearest(key, [key]) not in mistyped:
             problems.add(f"{key} is missing: {_MISSING[key]}")
-    if content.get("generator") not in (None, *GENERATORS):
-        hint = nearest(content["generator"], GENERATORS)
-        problems.add(f"generator is {' or '.join(GENERATORS)}, not {content['generator']!r}{hint}")
-    for key in ("path", "download"):
-        if not isinstance(content.get(key), str | None):
-            problems.add(f"{key} takes a text, not {yaml_word(content[key])}")
+    for key, known in (("generator", GENERATORS), ("converter", CONVERTERS)):
+        if content.get(key) not in (None, *known):
+            hint = nearest(content[key], known)
+            problems.add(f"{key} is {' or '.join(known)}, not {_shown(content[key])}{hint}")
+    if not isinstance(content.get("path"), str | None):
+        problems.add(f"path takes a text, not {yaml_word(content['path'])}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def _downloads(value: Any, problems: Problems) -> tuple[list[str], str]:
+    """Return the addresses that ``download`` names, or its script."""
+    if value is None or value == "":
+        return [], ""
+    words = value if isinstance(value, list) else [value]
+    if not all(isinstance(word, str) and word.strip() for word in words):
+        problems.add(f"download takes an address, a list of addresses, or a script, not {_shown(value)}")
+        return [], ""
+    words = [word.strip() for word in words]
+    if not isinstance(value, list) and not re.fullmatch(r"[A-Za-z][\w+.-]*://\S*", words[0]):
+        return [], value
+    for word in words:
+        if not re.match(r"https?://[^/\s]+/\S*$", word, re.IGNORECASE):
+            problems.add(f"download: {_shown(word)} is not an address of a file, https://HOST/FILE")
+    return words, ""
 
 
 def _default_flags(value: Any, problems: Problems) -> dict[str, Any]:
@@ -196,7 +238,7 @@ def _tidy(path: Path) -> Path:
 def _split_paths(split: str, value: Any, root: Path, problems: Problems) -> list[Path]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(text, str) and text for text in values):
-        problems.add(f"{split} takes a folder, a .txt list, or a list of these, not {value!r}")
+        problems.add(f"{split} takes a folder, a .txt list, or a list of these, not {_shown(value)}")
         return []
     return [_tidy(root / os.path.expanduser(text)) for text in values]
 
@@ -216,7 +258,9 @@ def _class_names(value: Any, problems: Problems) -> list[str]:
         return []
     for class_id, name in enumerate(value):
         if isinstance(name, bool) or not isinstance(name, str | int | float):
-            problems.add(f"names: class {class_id} is {name!r}, not a text; put words like yes, no, on, null in quotes")
+            problems.add(
+                f"names: class {class_id} is {_shown(name)}, not a text; put words like yes, no, on, null in quotes"
+            )
         elif not str(name).strip():
             problems.add(f"names: class {class_id} has an empty name; give it one")
     return [str(name) for name in value]
@@ -227,7 +271,7 @@ def _wrong_ids(value: Mapping[Any, Any]) -> str:
     odd = [key for key in value if not isinstance(key, int) or isinstance(key, bool) or key < 0]
     missing = [class_id for class_id in range(len(value)) if class_id not in value]
     if odd:
-        return f"has the class id {odd[0]!r}, but ids are the numbers 0, 1, 2 and so on"
+        return f"has the class id {_shown(odd[0])}, but ids are the numbers 0, 1, 2 and so on"
     if not missing:
         return ""
     if min(value) == 1:
@@ -239,7 +283,7 @@ def _way_out(path: Path, data: DataConfig) -> str:
     """Return what to do about a path that is missing, '' if there is nothing to say."""
     if os.sep == "/" and "\\" in str(path):
         return "; write paths with / in place of \\, which is right on Windows too"
-    return "; its download line is not available yet: fetch the data yourself" if data.download else ""
+    return ""
 
 
 def _near_path(path: Path, data: DataConfig) -> str:

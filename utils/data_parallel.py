@@ -1,13 +1,15 @@
-"""A network as one of several copies: wrapped so that gradients are averaged over ranks, once in a window."""
+"""A network in several copies: one in each rank, whose gradients are averaged once in a window, or in one process."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from utils.devices import as_typed, parse_device
+from utils.errors import UserError
 from utils.logging import get_logger
 from utils.steps import Precision
 from utils.torch_utils import DistEnv
@@ -87,3 +89,67 @@ def _left_as_it_was(raw_model: nn.Module) -> Iterator[None]:
             for name, buffer in raw_model.named_buffers():
                 buffer.copy_(buffers[name])
         raw_model.zero_grad(set_to_none=True)
+
+
+# Several devices in one process (``--dp``) ----------------------------------------------------------------------------
+
+
+def replica_devices(
+    wanted: bool, flag: str, env: DistEnv, cuda_count: int | None = None, has_mps: bool | None = None
+) -> list[torch.device]:
+    """Return the CUDA devices that share the batches of this process, the first one its own; [] without ``--dp``.
+
+    Also [] under a launcher, whose ranks have one device each: a resumed run may have begun elsewhere.
+
+    Args:
+        wanted: ``--dp``.
+        flag: ``--device``.
+        env: this process's place.
+        cuda_count: CUDA devices of this machine; None asks PyTorch.
+        has_mps: whether Apple's GPU can be used; None asks PyTorch.
+
+    Raises:
+        UserError: the flag does not name several CUDA devices.
+    """
+    if not wanted or env.launched:
+        return []
+    cuda_count = torch.cuda.device_count() if cuda_count is None else cuda_count
+    devices = parse_device(flag, cuda_count, torch.backends.mps.is_available() if has_mps is None else has_mps)
+    if len(devices) == 1 or devices[0].type != "cuda":
+        raise UserError(
+            f"--dp shares batches among several CUDA devices, and --device {as_typed(flag) or repr(flag)} is "
+            f"{', '.join(map(str, devices))}; name several, as --device 0,1, or leave --dp out"
+        )
+    return devices
+
+
+def replicate(
+    raw_model: nn.Module, precision: Precision, devices: Sequence[torch.device], batch: int
+) -> nn.DataParallel[nn.Module]:
+    """Return a network that shares each batch among several devices of this process, and say what that costs.
+
+    Args:
+        raw_model: on the first of the devices; it keeps the weights and BatchNorm's running statistics.
+        precision: of the training.
+        devices: CUDA devices; where PyTorch finds no GPU at all the network computes where it is.
+        batch: images of a batch.
+    """
+    share = -(-batch // max(len(devices), 1))
+    get_logger().warning(
+        f"--dp: DataParallel is slow and not recommended. BatchNorm sees the {share} images of its own device only, so "
+        "results differ from those of one device; without --dp each device has a process"
+    )
+    return nn.DataParallel(_Replica(raw_model, precision), device_ids=list(devices))
+
+
+class _Replica(nn.Module):
+    """Computes in a run's precision: DataParallel's threads begin with PyTorch's default, fp16."""
+
+    def __init__(self, raw_model: nn.Module, precision: Precision) -> None:
+        super().__init__()
+        self.raw_model, self.precision = raw_model, precision
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        with self.precision.autocast(images.device.type):
+            outputs: list[Tensor] = self.raw_model(images)
+            return outputs

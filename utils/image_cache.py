@@ -160,11 +160,13 @@ class _PackedFile:
         self.address, self.key = address, key
         self.count: int = header["count"]
         shapes_at, flags_at, checksums_at, pixels_at = _layout(self.count)
-        if len(self.map) < pixels_at:
+        if len(self.map) < pixels_at or self.count < 0:
             raise ValueError("cut short")
         self.shapes = np.ndarray((self.count, 2), np.int32, self.map, shapes_at)
         self.flags = np.ndarray(self.count, np.uint8, self.map, flags_at)
         self.checksums = np.ndarray(self.count, np.uint32, self.map, checksums_at)
+        if not (self.shapes > 0).all():
+            raise ValueError("images without pixels")
         sizes = _stored_sizes(self.shapes)
         self.offsets = pixels_at + np.cumsum(sizes) - sizes
         if len(self.map) != pixels_at + sizes.sum():
@@ -198,7 +200,13 @@ def _read_header(data: bytes) -> dict[str, Any]:
     text = data[len(MAGIC) + 8 : len(MAGIC) + 8 + length]
     if data[: len(MAGIC)] != MAGIC or zlib.crc32(text) != crc:
         raise ValueError("damaged header")
-    return json.loads(text)
+    try:
+        fields = json.loads(text)
+    except RecursionError:
+        raise ValueError("damaged header") from None
+    if not isinstance(fields, dict) or not isinstance(fields.get("key"), str) or type(fields.get("count")) is not int:
+        raise ValueError("a header of something else")
+    return fields
 
 
 def _write(descriptor: int, key: str, shapes: np.ndarray, budget: int) -> None:

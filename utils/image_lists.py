@@ -9,6 +9,7 @@ from utils.errors import UserError
 from utils.images import IMAGE_SUFFIXES
 from utils.labels import label_path
 
+LARGEST_LIST = 1 << 28  # bytes; ten million lines
 LIST_HEAD = 4096  # bytes of a text file that tell whether it is a label file
 
 
@@ -72,7 +73,7 @@ def _read_list(source: Path, paths: dict[str, None], problems: list[Problem]) ->
         if not line.startswith("./") and not os.path.exists(path) and os.path.exists(line):
             path = os.path.abspath(line)
         path = os.path.normpath(path).replace(os.sep, "/")
-        if not _is_image(path):
+        if not _is_image(path) or "\0" in path:
             problems.append(Problem(str(source), number, line[:200], "names no image, line left out"))
         elif path in paths:
             problems.append(Problem(str(source), number, line[:200], "image listed more than once, used once"))
@@ -82,6 +83,8 @@ def _read_list(source: Path, paths: dict[str, None], problems: list[Problem]) ->
 
 def _text(source: Path) -> str:
     try:
+        if source.stat().st_size > LARGEST_LIST:
+            raise UserError(f"the list {source} has more than {LARGEST_LIST} bytes")
         return source.read_text(encoding="utf-8-sig", errors="surrogateescape")
     except OSError as error:
         raise UserError(f"the list {source} can't be read: {error.strerror}") from error

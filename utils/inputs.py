@@ -19,7 +19,8 @@ from utils import augmentations
 from utils.callbacks import Callback
 from utils.checkpoint_files import checkpoint_bytes
 from utils.config import Hyp, TrainConfig, ValConfig, build_config, config_to_dict, load_hyp
-from utils.data_config import DataConfig, load_data
+from utils.data_config import DataConfig, is_fetched, load_data
+from utils.data_parallel import replica_devices
 from utils.dataloaders import choose_num_workers, choose_val_batch, loader_bytes, max_imgsz
 from utils.dataset import LabelIndex, check_same_data, open_splits
 from utils.errors import Problems, UserError
@@ -75,7 +76,8 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
         problems.attempt(lambda: check_run_folder(folder, config.exist_ok or resumed is not None))
     loggers = problems.attempt(lambda: loggers_from_names(config.loggers)) if env.is_main_process else []
     hyp = problems.attempt(lambda: build_config(Hyp, resumed["hyp"]) if resumed else load_hyp(config.hyp))
-    data = problems.attempt(lambda: load_data(config.data, config.single_cls))
+    allowed = config.allow_download_script and resumed is None  # a checkpoint, which says what was, allows nothing
+    data = problems.attempt(lambda: load_data(config.data, config.single_cls, allowed))
     if resumed and data is not None and data.names != resumed["names"]:
         problems.add(f"--resume: the class names in {data.path} are no longer those of the run")
     raw_model = read_network(config, env, hyp, data, resumed, problems)
@@ -122,8 +124,8 @@ def doubts_about_splits(train: LabelIndex, val: LabelIndex, env: DistEnv) -> lis
     ]
 
 
-# These may be a machine's own. Of files their content has to be the same.
-MACHINE_FLAGS = {"data", "cfg", "hyp", "device", "workers", "cache", "project", "name", "dist_timeout"}
+# These may be a machine's own. Of files their content has to be the same; weights are read by rank 0 for all.
+MACHINE_FLAGS = {"weights", "data", "cfg", "hyp", "device", "workers", "cache", "project", "name", "dist_timeout"}
 
 
 def flags_of_all(config: TrainConfig | ValConfig) -> dict[str, Any]:
@@ -209,12 +211,13 @@ def _spec(
 def read_labels(
     data: DataConfig | None, splits: Sequence[str], strict: bool, env: DistEnv, problems: Problems
 ) -> dict[str, LabelIndex]:
-    """Open splits; {} where something is wrong with them. The built-in data set is not drawn after other mistakes.
+    """Open splits; {} where something is wrong with them. Nothing is drawn or fetched after other mistakes.
 
     Collective: every rank must call it.
     """
-    mistaken = any(all_gather_objects(bool(problems), env))  # some are found by a single rank, and all have to scan
-    if data is None or (data.generator is not None and mistaken):
+    made = data is not None and (data.generator is not None or is_fetched(data, splits))
+    said = all_gather_objects((bool(problems), made), env)  # some mistakes are found by one rank, and all have to scan
+    if data is None or (any(mistaken for mistaken, _ in said) and any(made for _, made in said)):
         return {}
     return problems.attempt(lambda: open_splits(data, splits, env, strict=strict)) or {}
 
@@ -223,7 +226,9 @@ def check_machine(config: TrainConfig, inputs: TrainInputs, env: DistEnv, run_di
     """Check memory, disk and shared memory for a run whose other inputs are right."""
     raw_model, plan, imgsz = inputs.raw_model, inputs.plan, inputs.imgsz
     largest = max_imgsz(imgsz, raw_model.max_stride, config.multi_scale)
-    problems.attempt(lambda: check_batch(raw_model, plan.local_batch, largest, inputs.precision, env.device))
+    copies = max(len(replica_devices(config.dp, config.device, env)), 1)
+    share = -(-plan.local_batch // copies)  # of the first device
+    problems.attempt(lambda: check_batch(raw_model, share, largest, inputs.precision, env.device))
     replaced = (run_dir / "weights").glob("*.pt") if config.exist_ok or config.resume else ()
     there = sum(path.stat().st_size for path in replaced)
     if env.is_main_process:
@@ -272,7 +277,8 @@ def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
     run_dir = Path(config.project, config.name)
     if env.is_main_process:
         problems.attempt(lambda: check_run_folder(run_dir, config.exist_ok))
-    data = problems.attempt(lambda: load_data(config.data, config.single_cls))
+    allowed = config.allow_download_script
+    data = problems.attempt(lambda: load_data(config.data, config.single_cls, allowed))
     loaded = problems.attempt(lambda: load_model(Path(config.weights), env, "--weights"))
     if loaded is not None:
         model, family, trained_at = loaded

@@ -36,6 +36,7 @@ class Job:
     """What a worker needs to know of a call.
 
     Attributes:
+        method: of `YOLO`, "train" or "val".
         given: flags by field name.
         callbacks: a pickle of the caller's list of them.
         main: file or module (behind "-m ") of the caller's script if something in them is defined there, else "".
@@ -44,6 +45,7 @@ class Job:
         caller: process id.
     """
 
+    method: str
     given: dict[str, Any]
     callbacks: bytes
     main: str
@@ -62,11 +64,12 @@ def job_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_job(folder: Path, given: Mapping[str, Any], callbacks: Sequence[object]) -> dict[str, str]:
+def write_job(folder: Path, method: str, given: Mapping[str, Any], callbacks: Sequence[object]) -> dict[str, str]:
     """Write a call into its folder.
 
     Args:
         folder: of `job_folder`.
+        method: of `YOLO`, "train" or "val".
         given: flags by field name.
         callbacks: picklable ones.
 
@@ -78,7 +81,7 @@ def write_job(folder: Path, given: Mapping[str, Any], callbacks: Sequence[object
     """
     pickled = pickle.dumps(list(callbacks))
     main = _main_script() if b"__main__" in pickled else ""  # a class or function is pickled as its module and name
-    data = pickle.dumps(Job(dict(given), pickled, main, list(sys.path), list(sys.argv), os.getpid()))
+    data = pickle.dumps(Job(method, dict(given), pickled, main, list(sys.path), list(sys.argv), os.getpid()))
     (folder / JOB).write_bytes(data)
     return {DIGEST: hashlib.sha256(data).hexdigest()}
 
@@ -87,9 +90,12 @@ def read_job(folder: Path) -> Job:
     """Read a call; only what the process that started this one has written.
 
     Raises:
-        UserError: the file is another one.
+        UserError: the file is another one, or none.
     """
-    data = (folder / JOB).read_bytes()
+    try:
+        data = (folder / JOB).read_bytes()
+    except OSError as error:
+        raise UserError(f"{folder / JOB} can't be read: {error.strerror}") from None
     if hashlib.sha256(data).hexdigest() != os.environ.get(DIGEST):
         raise UserError(f"{folder / JOB} is not the job that this process was started for")
     job: Job = pickle.loads(data)

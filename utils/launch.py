@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -103,7 +103,10 @@ def launch(command: Sequence[str], devices: Sequence[torch.device], folder: Path
         with _variables(_worker_variables(devices)):
             elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
-        return explain(error.failures)
+        failure = explain(error.failures)
+        if failure.status == RESUMABLE and not any(logs.rglob(STOPPED)):  # before there was anything to save
+            return replace(failure, text=f"rank {failure.rank} was told to stop; all other ranks were ended")
+        return failure
     except SignalException as error:
         if any(logs.rglob(STOPPED)):  # its worker has said how to go on
             return Failure(RESUMABLE, None, "")

@@ -11,13 +11,16 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from utils.callbacks import Callback, EpochEnd, ExceptionRaised, Stop, TrainEnd, TrainStart
 from utils.config import LOGGERS
 from utils.errors import UserError, nearest
 from utils.logging import CsvLog, append_whole, get_logger
 from utils.run_folder import versions
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 FIGURES = {  # names in results.csv, as YOLOv5 has them
     "precision": "metrics/precision",
@@ -26,6 +29,7 @@ FIGURES = {  # names in results.csv, as YOLOv5 has them
     "map": "metrics/mAP_0.5:0.95",
 }
 TENSORBOARD_FILES = "events.out.tfevents.*"
+TENSORBOARD = "the TensorBoard file"
 
 
 def loggers_from_names(names: Iterable[str]) -> list[Callback]:
@@ -163,29 +167,47 @@ class TensorBoardLogger(FileLogger):
         if event.resumed_epoch is None:
             for path in event.run_dir.glob(TENSORBOARD_FILES):  # of another run (--exist-ok)
                 path.unlink()
-        self._writer = self._make(str(event.run_dir), purge_step=event.resumed_epoch)
-        self._writer.add_text("run/flags", _table(event.flags), event.resumed_epoch or 0)
-        self._writer.add_text("run/hyperparameters", _table(event.hyp), event.resumed_epoch or 0)
+        self._run_dir = str(event.run_dir)
+        self._due: list[EpochEnd] = []
+        self._writer: SummaryWriter | None = None
+        with self._or_warn(TENSORBOARD):
+            self._writer = self._make(self._run_dir, purge_step=event.resumed_epoch)
+            self._writer.add_text("run/flags", _table(event.flags), event.resumed_epoch or 0)
+            self._writer.add_text("run/hyperparameters", _table(event.hyp), event.resumed_epoch or 0)
 
     def on_epoch_end(self, event: EpochEnd) -> Stop | None:
         """Write what was measured; also what a killed run leaves can be read."""
-        by_class = event.metrics.class_maps if event.metrics is not None else {}
-        for name, value in {
-            **figures(event),
-            **{f"class_mAP/{name}": value for name, value in by_class.items()},
-        }.items():
-            self._writer.add_scalar(name, value, event.epoch)
-        with self._or_warn("the TensorBoard file"):
+        self._due.append(event)
+        with self._or_warn(TENSORBOARD):
+            if self._writer is None:
+                self._writer = self._make(self._run_dir, purge_step=self._due[0].epoch)
+            for due in self._due:
+                self._add(self._writer, due)
             self._writer.flush()
+            self._due.clear()
+        if self._due:  # a writer that failed once fails for good: the next epoch tries with a file of its own
+            self._close()
         return None
+
+    def _add(self, writer: "SummaryWriter", event: EpochEnd) -> None:
+        by_class = event.metrics.class_maps if event.metrics is not None else {}
+        found = figures(event) | {f"class_mAP/{name}": value for name, value in by_class.items()}
+        for name, value in found.items():
+            writer.add_scalar(name, value, event.epoch)
+
+    def _close(self) -> None:
+        with self._or_warn(TENSORBOARD):
+            if self._writer is not None:
+                self._writer.close()
+        self._writer = None
 
     def on_train_end(self, event: TrainEnd) -> None:
         """Close the file."""
-        self._writer.close()
+        self._close()
 
     def on_exception(self, event: ExceptionRaised) -> None:
         """Close the file."""
-        self._writer.close()
+        self._close()
 
 
 def _table(values: Mapping[str, Any]) -> str:

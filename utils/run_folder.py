@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import platform
@@ -91,6 +92,11 @@ def command() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Lockstep, Python and what it stands on; packages that are not there are left out."""
+    return dict(_versions())
+
+
+@functools.cache  # reading them takes longer than all else that a checkpoint costs
+def _versions() -> dict[str, str]:
     found = {"lockstep": lockstep_version(), "python": platform.python_version()}
     for package in REPORTED_PACKAGES:
         try:
@@ -112,10 +118,18 @@ def prepare_weights_dir(weights_dir: Path) -> None:
     """Make the folder of the checkpoints, without those of another run that was there (``--exist-ok``).
 
     They would else pass for this run's: a best.pt of another network, a last.prev.pt to resume from.
+
+    Raises:
+        UserError: one of them can't be removed, or the folder can't be made.
     """
-    weights_dir.mkdir(exist_ok=True)
-    for path in [*weights_dir.glob("last*.pt"), *weights_dir.glob("best.pt"), *weights_dir.glob("epoch*.pt")]:
-        path.unlink()
+    path = weights_dir
+    try:
+        weights_dir.mkdir(exist_ok=True)
+        for path in [*weights_dir.glob("last*.pt"), *weights_dir.glob("best.pt"), *weights_dir.glob("epoch*.pt")]:
+            path.unlink()
+    except OSError as error:
+        what = "can't be made" if path == weights_dir else "of another run can't be removed"
+        raise UserError(f"--name: {path} {what} ({error.strerror}); write elsewhere with another --name") from error
 
 
 def find_resumable(resume: str, project: str) -> list[tuple[Path, Path]]:
@@ -211,7 +225,8 @@ def claim(run_dir: Path) -> None:
 def release(run_dir: Path) -> None:
     """Let others have a run folder."""
     if run_dir in _claims:
-        _claims.pop(run_dir).close()
+        with contextlib.suppress(OSError):  # a full disk did not take what is still to be written; it is closed anyway
+            _claims.pop(run_dir).close()
 
 
 def _checkpoints(run_dir: Path) -> list[Path]:

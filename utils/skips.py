@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LONGEST = 64  # micro-batches that are remembered; more than there are between two looks and in a window
+LONGEST = 64  # micro-batches that are remembered; many more than there are between two looks
 LIMIT = 10  # windows in a row after which a run has gone wrong
 LIMIT_FP16 = 26  # the same where the loss scale, 2^16 at first, is still being found
 
@@ -50,7 +50,7 @@ class SkipLog:
             images: places of its images in the label index.
             losses: of this rank, (3,).
         """
-        if len(self._batches) == LONGEST:  # of a window that long the first ones have to do
+        if len(self._batches) == LONGEST:  # of a window with so many spoiled ones the first have to do
             return
         self._spoiled[len(self._batches)] = losses.detach().isfinite().logical_not().any()
         self._batches.append((step, images))
@@ -75,9 +75,9 @@ class SkipLog:
                 of_step = [pair for pair in zip(self._batches, spoiled, strict=False) if pair[0][0] == step]
                 found.append(Skipped(step, [image for (_, images), bad in of_step if bad for image in images]))
         ended = self._steps[-1] if self._steps else -1
-        current = [batch for batch in self._batches if batch[0] > ended]  # of a window that is not done
-        first = len(self._batches) - len(current)
-        self._spoiled[: len(current)] = self._spoiled[first : first + len(current)].clone()
+        # Of a window that is not done only what was spoiled is kept, so that the window may be of any length.
+        current = [batch for batch, bad in zip(self._batches, spoiled, strict=False) if bad and batch[0] > ended]
+        self._spoiled[: len(current)] = 1
         self._batches = deque(current, LONGEST)
         self._steps.clear()
         return found

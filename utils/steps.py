@@ -22,10 +22,15 @@ class Precision:
 
     name: str
 
-    def autocast(self, device_type: str) -> torch.autocast:
-        """Context for forward pass and loss."""
+    def autocast(self, device_type: str, cache: bool = True) -> torch.autocast:
+        """Context for forward pass and loss.
+
+        Args:
+            device_type: "cuda", "cpu" or "mps".
+            cache: keep converted weights for the length of the context.
+        """
         dtype = torch.float16 if self.name == "fp16" else torch.bfloat16
-        return torch.autocast(device_type, dtype=dtype, enabled=self.name != "off")
+        return torch.autocast(device_type, dtype=dtype, enabled=self.name != "off", cache_enabled=cache)
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """Loss scaler; does nothing unless the precision is fp16, whose small gradients vanish without one."""

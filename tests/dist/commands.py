@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,7 @@ class Seen:
         backend: of the process group; "" without one.
         timeout: seconds that a collective waits.
         interface: GLOO_SOCKET_IFNAME afterwards, None if it is not set.
+        measured: how often this rank looked for the automatic batch.
     """
 
     batches: list[list[str]] = field(default_factory=list)
@@ -66,6 +68,7 @@ class Seen:
     backend: str = ""
     timeout: float = 0
     interface: str | None = None
+    measured: int = 0
 
     def look(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Take notes of a forward pass in training; black images are not from the data."""
@@ -105,13 +108,14 @@ def see(case: Case) -> Seen:
     seen = Seen()
     handle = nn.modules.module.register_module_forward_pre_hook(seen.look)
     os.environ.update(case.env)
-    with contextlib.redirect_stdout(io.StringIO()) as said, torch_settings_kept():
+    spy = mock.patch.object(train, "automatic_batch", wraps=train.automatic_batch)
+    with contextlib.redirect_stdout(io.StringIO()) as said, torch_settings_kept(), spy as measured:
         try:
             train.main(case.line + case.others * (os.environ.get("RANK", "0") != "0"))
         except UserError as error:
             seen.error = str(error)
     handle.remove()
-    seen.said = said.getvalue()
+    seen.said, seen.measured = said.getvalue(), measured.call_count
     seen.interface = os.environ.get("GLOO_SOCKET_IFNAME")
     for name in case.env:
         del os.environ[name]

@@ -5,9 +5,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tests.common import PROJECT
 
@@ -73,6 +75,39 @@ def torchrun(
             raise subprocess.TimeoutExpired(command, timeout, stdout, stderr) from None
         raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+HEADER = "precision "  # begins the last line of a run's header
+
+
+def start(arguments: Sequence[str], folder: Path, said: Path, **options: Any) -> "subprocess.Popen[bytes]":
+    """Start train.py in a folder, which is made; its output goes to a file."""
+    folder.mkdir(exist_ok=True)
+    with said.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, str(PROJECT / "train.py"), *arguments],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            **{"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options},
+        )
+
+
+def wait_for(words: str, run: "subprocess.Popen[bytes]", said: Path) -> float:
+    """Wait until a run has said something, or has ended; returns the time."""
+    while run.poll() is None and words not in said.read_text():
+        time.sleep(0.02)
+    return time.monotonic()
+
+
+def wait_for_end(pids: Sequence[int], limit: float = 60.0) -> None:
+    """Wait until no process is left."""
+    end = time.monotonic() + limit
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < end, f"still running: {left}"
+        time.sleep(0.02)
 
 
 def descendants(pid: int) -> list[int]:

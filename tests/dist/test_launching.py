@@ -1,4 +1,4 @@
-"""Ways to start ranks, and what is said of wrong ones: L2, L3, L7, B1, B2, S1 to S3, R3, R4 of the contract."""
+"""Ways to start ranks, and what is said of wrong ones: L2, L3, L7, L11, B1, B2, B4, S1 to S3, R3, R4."""
 
 import os
 import re
@@ -80,6 +80,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
         "sync_bn": Case(line(data, project, "sync_bn", scratch("--sync-bn --dist-timeout 77"))),
         "no_sync_bn": Case(line(data, project, "no_sync_bn", scratch("--no-sync-bn")), {"GLOO_SOCKET_IFNAME": "lo"}),
         "own_weights": Case(line(data, project, "own_weights", f"--weights {project}/cpu/weights/best.pt")),
+        "automatic": Case(line(data, project, "automatic", scratch("--batch -1 --nbs 5"))),
         "no_such_interface": Case(line(data, project, "none", scratch()), {"GLOO_SOCKET_IFNAME": "none7"}),
     }
     seen = run_commands(list(cases.values()), 2, tmp_path_factory.mktemp("seen"), LIMIT)
@@ -134,6 +135,12 @@ def test_each_rank_loads_its_share(trained: Trained) -> None:
             assert [[len(batch) for batch in rank.batches] for rank in seen] == [[2, 2, 2]] * 2
     shares = [{image for batch in rank.batches for image in batch} for rank in trained.seen["cpu"]]
     assert len(shares[0] | shares[1]) == 12
+
+
+def test_automatic_batch(trained: Trained) -> None:
+    """B4: rank 0 finds it, all have it; a multiple of the ranks."""
+    assert [seen.measured for seen in trained.seen["automatic"]] == [1, 0]
+    assert "batch       4 images = 2 x 2" in trained.seen["automatic"][0].said
 
 
 def test_backend_and_timeout(trained: Trained) -> None:
@@ -226,6 +233,22 @@ def test_batch_that_cannot_be_shared(tmp_path: Path) -> None:
     assert "images" not in done.stdout
     assert sorted(path.name for path in data.parent.iterdir()) == ["data.yaml", "images", "labels"]
     assert not (tmp_path / "runs").exists()
+
+
+def test_port_that_is_in_use() -> None:
+    """L11: what torchrun says is on our page, with the way out."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        done = torchrun([TRAIN, "--help"], 1, port=port, timeout=LIMIT)
+    assert done.returncode != 0
+    said = re.search(r"torch\.distributed\.DistNetworkError: [^,]+, .*name: EADDRINUSE, message: [a-z ]+", done.stderr)
+    assert said, done.stderr
+    page = " ".join((PROJECT / "docs/multi_gpu.md").read_text().split())
+    for part in re.split(r", .*(?=name: )", said[0].replace(str(port), "29500")):
+        assert part in page
+    assert "--master_port 29501" in page
 
 
 def by_hand(arguments: list[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

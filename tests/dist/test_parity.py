@@ -23,8 +23,7 @@ from torch import Tensor
 from tests.common import PROJECT
 from tests.dist.launch import descendants, free_port, kill, torchrun
 from tests.dist.recorded_runs import Case, Record
-from tests.runs import differences, train_here
-from utils.resume import RESUMABLE_FLAGS
+from tests.runs import assert_same_run, train_here
 from utils.torch_utils import load_checkpoint
 
 IMAGES, FEW, MICRO_BATCHES = 80, 48, 7  # the last of an epoch of all images is filled up, its last window short
@@ -361,14 +360,3 @@ def kill_once_there(path: Path, give_up: threading.Event) -> None:
             return
     for pid in descendants(os.getpid()):
         kill(pid)
-
-
-def assert_same_run(expected: Path, found: Path) -> None:
-    """Everything that the last checkpoints hold is the same but for the runs' names, and so are the figures."""
-    free = RESUMABLE_FLAGS | {"name"}
-    a, b = (load_checkpoint(run_dir / "weights/last.pt") for run_dir in (expected, found))
-    for state in (a, b):
-        state["run_dir"] = state["digest"] = ""
-        state["config"] = {key: value for key, value in state["config"].items() if key not in free}
-    assert not differences(a, b)
-    assert (found / "results.csv").read_text() == (expected / "results.csv").read_text()
