@@ -171,12 +171,11 @@ class YOLO:
                 given = {**self._start(folder, given), **given}
             env = dist_env()
             config, resumed = train.settings(given, env)
-            device = config.device if config else given.get("device", "")
-            devices = worker_devices(device, env)
+            device, devices = train.places(given, config, env)
             if config and devices:
                 check_picklable(callbacks)
                 more = train.for_workers(given, config, resumed, devices)
-                results = _in_workers(folder, {**given, **more}, callbacks)
+                results = _in_workers(folder, "train", {**given, **more}, callbacks)
                 self._load(results.best, ALONE)
                 return results
             with process_group(device, env, given.get("dist_timeout", TrainConfig.dist_timeout)) as env:
@@ -188,13 +187,14 @@ class YOLO:
         """Measure this object's weights.
 
         Args:
-            **flags: every flag of val.py, under the same name.
+            **flags: every flag of val.py, under the same name. ``device="0,1"`` measures in a process for each device.
 
         Returns:
             The table of the validation; under a launcher the same on all ranks.
 
         Raises:
             UserError: something is wrong with flags, data or weights.
+            TrainingError: a worker process failed.
         """
         given = given_keywords(ValConfig, flags)
         with job_folder() as folder, _settings_kept():
@@ -202,12 +202,9 @@ class YOLO:
             given.pop("cfg", None)
             config, env = build_config(ValConfig, given), dist_env()
             if worker_devices(config.device, env):
-                raise UserError("device: several devices validate with val.py --device 0,1, or under a launcher")
+                return _in_workers(folder, "val", given, ())
             with process_group(config.device, env, config.dist_timeout) as env:
-                evaluation = val.run(config, env)
-                rows = [row._asdict() for row in evaluation.metrics.rows(self.names)] if evaluation else []
-                rows = broadcast_object(rows, env)
-            return Results(Path(config.project), rows, rows[0]["map"])
+                return _val_here(config, env)
 
     @overload
     def predict(self, source: Any, *, stream: Literal[False] = False, **flags: Any) -> list[Prediction]: ...
@@ -285,9 +282,20 @@ def _train_here(
     return shared
 
 
-def _in_workers(folder: Path, given: Mapping[str, Any], callbacks: Sequence[Callback]) -> Results:
-    """Train in worker processes, started by a child of this one: a launcher takes over a process's signals."""
-    variables = write_job(folder, given, callbacks)
+def _val_here(config: ValConfig, env: DistEnv) -> Results:
+    """Validate as one of the ranks, maybe the only one. Collective."""
+    done = val.run(config, env)
+    plain = None
+    if env.is_main_process:
+        plain = Results(done.run_dir, [row._asdict() for row in done.rows], done.rows[0].map)
+    shared = broadcast_object(plain, env)
+    assert shared is not None
+    return shared
+
+
+def _in_workers(folder: Path, method: str, given: Mapping[str, Any], callbacks: Sequence[Callback]) -> Results:
+    """Run a method in worker processes, started by a child of this one: a launcher takes over a process's signals."""
+    variables = write_job(folder, method, given, callbacks)
     shown = _is_real(sys.stdout)
     with contextlib.ExitStack() as stack:
         with interrupts_held():
@@ -375,9 +383,11 @@ def _work() -> int:
         if not env.launched:
             return _launch(folder, job, env)
         callbacks = load_callbacks(job)
-        config, resumed = train.settings(job.given, env)
         with process_group(job.given["device"], env, job.given.get("dist_timeout", TrainConfig.dist_timeout)) as env:
-            results = _train_here(job.given, config, resumed, callbacks, env)
+            if job.method == "val":
+                results = _val_here(build_config(ValConfig, job.given), env)
+            else:
+                results = _train_here(job.given, *train.settings(job.given, env), callbacks, env)
         if env.is_main_process:
             found = {"run_dir": str(results.run_dir.resolve()), "rows": results.rows, "fitness": results.fitness}
             write_outcome(folder, RESULTS, found)
@@ -393,7 +403,9 @@ def _launch(folder: Path, job: Job, env: DistEnv) -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until the launcher has its own handler
     try:
         end_with_parent(signal.SIGTERM, job.caller)
-        failure = launch([*START, str(folder)], worker_devices(job.given["device"], env), folder)
+        restarts = job.given.get("max_restarts", 0)
+        devices = worker_devices(job.given["device"], env, least=1)
+        failure = launch([*START, str(folder)], devices, folder, restarts)
         if failure:
             write_outcome(folder, OUTCOME, {"text": failure.text})
         return failure.status if failure else 0

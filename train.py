@@ -59,22 +59,32 @@ from utils.dataloaders import (
     val_loader,
 )
 from utils.devices import to_device
-from utils.errors import DivergedError, NotWrittenError, UserError, run_cli
+from utils.errors import RESUMABLE, DivergedError, NotWrittenError, Stopped, UserError, run_cli
 from utils.flags import given_flags
 from utils.header import header
 from utils.inputs import read_inputs
 from utils.interrupts import StopRequest, stops_end_the_process
-from utils.launch import as_worker, launch, say, worker_devices
+from utils.launch import as_worker, last_words, launch, say, worker_devices
 from utils.logging import DeviceMeter, get_logger
 from utils.metrics import TableRow, format_table
 from utils.optim import Schedule, build_optimizer
 from utils.plots import Plots
 from utils.profiler import no_step, profiling
-from utils.resume import check_ranks, resume
+from utils.restarts import begin_life, find_own_run, this_life
+from utils.resume import RESUMABLE_FLAGS, check_ranks, resume
 from utils.run_events import epoch_end, train_end, train_start
-from utils.run_folder import claim, create_run_dir, prepare_weights_dir, release, write_description
+from utils.run_folder import (
+    claim,
+    create_run_dir,
+    has_checkpoint,
+    how_to_go_on,
+    prepare_weights_dir,
+    release,
+    was_stopped,
+    write_description,
+)
 from utils.run_state import (
-    WISHES,
+    VOTES,
     Ballot,
     Run,
     TrainState,
@@ -83,7 +93,7 @@ from utils.run_state import (
     resumable,
     save_at_end,
     save_in_epoch,
-    wishes,
+    votes,
 )
 from utils.seeds import seed_everything
 from utils.skips import LIMIT, LIMIT_FP16, SkipLog
@@ -94,6 +104,7 @@ from utils.torch_utils import (
     ModelEMA,
     all_gather_objects,
     broadcast_object,
+    check_same_weights,
     dist_env,
     is_posted,
     load_checkpoint,
@@ -170,7 +181,7 @@ def train(
         stack.close()  # waits for the pictures
         run.callbacks.train_end(train_end(run, results.evaluation))
     if run.writer.failed:
-        raise NotWrittenError(f"the last checkpoint of {run.run_dir} could not be written; the warnings above say why")
+        raise NotWrittenError(f"the last checkpoint of {run.run_dir} was not written; the warnings above say why")
     return results
 
 
@@ -225,7 +236,7 @@ def set_up(
         plots=Plots(run_dir, data.names, enabled=env.is_main_process and not config.noplots),
         callbacks=Callbacks([*inputs.loggers, *callbacks] if env.is_main_process else []),
         writer=CheckpointWriter(),
-        ballot=Ballot(env.device),
+        ballot=Ballot(env),
         skips=SkipLog(env.device),
         stop=StopRequest(seconds_of(config.time_limit)),
         state=TrainState(),
@@ -244,6 +255,7 @@ def set_up(
     copies = replica_devices(config.dp, config.device, env)
     if copies:
         run.model = replicate(raw_model, run.precision, copies, plan.global_batch)
+    check_same_weights(raw_model, env, "before the first batch")
     if can_capture(config, env):
         capture(raw_model, family.inputs.blank(raw_model, env.device, plan.local_batch, imgsz), run.precision)
     return run
@@ -280,13 +292,13 @@ def train_epoch(
 
         images = network_input(run, batch)
         matches = criterion.match(batch.targets, len(images), *images.shape[2:])
-        own = torch.cat((criterion.counts(matches).flatten(), run.ballot.cast(wishes(run))))
+        own = torch.cat((criterion.counts(matches).flatten(), votes(run)))
         shared = start_all_reduce_sum(to_device(own, device), run.env)
         with accumulating(run.model, step_now):
             with run.precision.autocast(device.type):
                 outputs = run.model(images)
             sums = criterion.sums(outputs, [level.to(device) for level in matches])
-            counts, votes = shared().split((sums.numel(), WISHES))
+            counts, voted = shared().split((sums.numel(), VOTES))
             items = criterion.items(sums, counts.view_as(sums))
             # Times N because DDP averages over ranks: the gradient is then that of the global batch, whatever N.
             run.scaler.scale(items.sum() * run.plan.global_batch * run.plan.world_size).backward()
@@ -301,7 +313,7 @@ def train_epoch(
             progress.show(run.mean_losses(), schedule.lr(i)[1], images.shape[2])
             look_at_skips(run)
         if step_now:
-            between_windows(run, votes)
+            between_windows(run, voted, i)
     progress.close()
     return run.mean_losses()
 
@@ -327,11 +339,7 @@ def optimizer_step(run: Run, parameters: list[torch.nn.Parameter]) -> None:
 
 
 def look_at_skips(run: Run) -> None:
-    """Name the images of windows that were skipped, and stop where nothing else comes. Collective.
-
-    Raises:
-        DivergedError: too many windows in a row were skipped; the run is saved as it was before them.
-    """
+    """Name the images of windows that were skipped. Collective: every rank must call it."""
     skipped = run.skips.read()
     if not skipped:  # the same on all ranks
         return
@@ -341,7 +349,15 @@ def look_at_skips(run: Run) -> None:
         shown = ", ".join(paths[:SHOWN_IMAGES]) + (", ..." if len(paths) > SHOWN_IMAGES else "")
         steps = ", ".join(str(window.step) for window in skipped)
         get_logger().warning(f"the loss was not finite in optimizer step {steps}, with these images: {shown}")
-    if run.skips.in_row < (LIMIT_FP16 if run.scaler.is_enabled() else LIMIT):
+
+
+def stop_if_diverged(run: Run) -> None:
+    """End a run that gets nowhere, at the end of a window. Collective: every rank must call it.
+
+    Raises:
+        DivergedError: too many windows in a row were skipped; the run is saved as it was before them.
+    """
+    if run.skips.in_row < (LIMIT_FP16 if run.scaler.is_enabled() else LIMIT):  # the same on all ranks
         return
     save_in_epoch(run)
     once(run.writer.wait, run.env)
@@ -352,10 +368,17 @@ def look_at_skips(run: Run) -> None:
     )
 
 
-def between_windows(run: Run, votes: torch.Tensor) -> None:
-    """Save where it is due, and stop if any rank was asked to. Collective: every rank must call it."""
+def between_windows(run: Run, voted: torch.Tensor, i: int) -> None:
+    """Save where it is due, and stop if any rank was asked to, or all is lost. Collective: every rank must call it.
+
+    Args:
+        run: behind a window.
+        voted: what all ranks said in its last micro-batch.
+        i: number of that.
+    """
     tell_written(run)
-    stop, save = run.ballot.count(votes)
+    stop_if_diverged(run)
+    stop, save = run.ballot.count(voted, i)
     if stop:
         leave(run)
     every = run.config.save_steps
@@ -367,6 +390,7 @@ def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, clock: RunC
     """Validate, decide, write results and checkpoints. Collective: every rank must call it."""
     config, state, log = run.config, run.state, get_logger()
     epoch, last = state.epoch, state.epoch + 1 == config.epochs
+    check_same_weights(run.raw_model, run.env, f"at the end of epoch {epoch + 1}")
     if not run.sync_bn:
         average_statistics(run.raw_model, run.env)
         average_statistics(run.ema.module, run.env)
@@ -414,6 +438,8 @@ def tell_written(run: Run) -> None:
             run.callbacks.checkpoint(event)
         if outcome.better and outcome.written:
             run.proven = outcome.fitness, outcome.epoch
+            if outcome.fitness > run.state.best_fitness:  # made up for, after others that were not finite
+                run.state.best_fitness, run.state.best_epoch = run.proven
         elif outcome.better:  # what is not finite is not the best
             run.state.best_fitness, run.state.best_epoch = run.proven
 
@@ -461,9 +487,11 @@ def open_run_dir(config: TrainConfig, resumed: Mapping[str, Any] | None) -> Path
     """Return the run's folder, a new one unless a run is resumed; it is this process's own from here on."""
     if resumed is not None:
         claim(Path(resumed["run_dir"]))
+        begin_life(Path(resumed["run_dir"]), this_life(), resumed["state"]["step"])
         return Path(resumed["run_dir"])
     made = create_run_dir(config.project, config.name, config.exist_ok)
     claim(made)
+    begin_life(made, this_life(), 0)
     prepare_weights_dir(made / "weights")
     return made
 
@@ -502,8 +530,7 @@ def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
     run.writer.wait()
     tell_written(run)
     epoch = once(lambda: load_best(run), run.env)
-    if epoch is None:
-        log.warning("no checkpoint was written: the weights were never finite; try a lower lr0 in --hyp")
+    if epoch is None:  # the warnings say why, and so does the end of `train`
         return Results(run.run_dir, run.state.best_fitness, None)
     evaluation, rows = validate(run, val_batches), []
     if once(lambda: evaluation is None, run.env):
@@ -579,7 +606,10 @@ def places(given: Mapping[str, Any], config: TrainConfig | None, env: DistEnv) -
     """
     device = config.device if config else given.get("device", "")
     copies = replica_devices(config.dp, device, env) if config else []
-    return (str(copies[0]), []) if copies else (device, worker_devices(device, env))
+    if copies:
+        return str(copies[0]), []
+    alone = config is not None and config.max_restarts > 0  # a single worker can be started again as well
+    return device, worker_devices(device, env, least=1 if alone else 2)
 
 
 def for_workers(
@@ -623,7 +653,13 @@ def begin(
         env: this rank's place.
         callbacks: see `train`.
     """
-    if config is None:
+    life, own = this_life(), None
+    if life.restarts:
+        project = given.get("project", TrainConfig.project)
+        own = once(lambda: find_own_run(project, life), env)
+    if own is not None:
+        config, resumed = go_on(own, given, config, env)
+    elif config is None:
         config, resumed = once(lambda: resume(given), env)
     if resumed is not None:
         check_ranks(config, env.world_size)
@@ -632,6 +668,33 @@ def begin(
         batch = once(functools.partial(automatic_batch, config, given, env.device, env.world_size), env)
         config = dataclasses.replace(config, batch_size=batch)
     return train(config, env, resumed, callbacks)
+
+
+def go_on(
+    run_dir: Path, given: Mapping[str, Any], config: TrainConfig | None, env: DistEnv
+) -> tuple[TrainConfig, dict[str, Any] | None]:
+    """Return settings and checkpoint of a run whose launcher starts it again. Collective.
+
+    Args:
+        run_dir: of its lives before.
+        given: flags that were typed.
+        config: of `settings`.
+        env: this rank's place.
+
+    Raises:
+        Stopped: the life before was asked to stop.
+    """
+    log = get_logger()
+    for line in last_words():
+        log.info(line)
+    log.info(f"restart {this_life().restarts}, in {run_dir}")
+    if once(lambda: was_stopped(run_dir), env):
+        raise Stopped("a signal before the restart", RESUMABLE, how_to_go_on(run_dir))
+    if once(lambda: has_checkpoint(run_dir), env):
+        flags = {name: given[name] for name in given.keys() & RESUMABLE_FLAGS} | {"resume": str(run_dir)}
+        return once(lambda: resume(flags, again=True), env)
+    assert config is not None  # else there is a checkpoint
+    return dataclasses.replace(config, project=str(run_dir.parent), name=run_dir.name, exist_ok=True), None
 
 
 def say_resumed(resumed: Mapping[str, Any]) -> None:
@@ -651,7 +714,8 @@ def main(argv: list[str] | None = None) -> int:
     device, devices = places(given, config, env)
     if config and devices:
         more = for_workers(given, config, resumed, devices)
-        return say(launch([__file__, *argv, "--device", device, "--batch-size", str(more["batch_size"])], devices))
+        command = [__file__, *argv, "--device", device, "--batch-size", str(more["batch_size"])]
+        return say(launch(command, devices, max_restarts=config.max_restarts))
     timeout = given.get("dist_timeout", TrainConfig.dist_timeout)
     with stops_end_the_process(), process_group(device, env, timeout) as env:
         begin(given, config, resumed, env)

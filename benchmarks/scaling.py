@@ -43,6 +43,7 @@ from tqdm import tqdm
 from benchmarks.scaling_rank import cores
 from utils.config import ROOT
 from utils.data_config import DataConfig, check_split_paths, load_data
+from utils.data_sets import ensure_data
 from utils.errors import UserError, run_cli
 from utils.image_lists import list_images
 from utils.labels import label_path
@@ -234,6 +235,7 @@ class Bench:
         data = load_data(settings.data)
         if data.generator is not None:
             ensure_shapes(data.root)
+        ensure_data(data, ["train", "val"])
         self.settings, self.folder = settings, folder
         self.data = copy_data(data, settings, folder)
         self.labels = make_labels(folder, settings.labels)

@@ -114,6 +114,18 @@ def test_several_archives_and_a_yaml_in_the_data_set(
     assert os.listdir(tmp_path) == ["own"]
 
 
+def test_a_yaml_in_the_data_set_keeps_to_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder above, maybe of all users, may not be ours to write."""
+    monkeypatch.setenv(OFFLINE, "1")
+    path = tmp_path / "own" / "data.yaml"
+    path.parent.mkdir()
+    text = "train: images/train\nval: images/val\nnames: [a, b]\n"
+    path.write_text(text + "download: https://nowhere.invalid/d.zip\n")
+    with pytest.raises(UserError) as info:
+        ensure_data(load_data(path))
+    assert str(info.value).endswith(f"  ->  {path.parent}/d.zip")
+
+
 def test_splits_that_nobody_wants_need_not_be_there(
     files: dict[str, bytes], site: tuple[Server, str], tmp_path: Path
 ) -> None:

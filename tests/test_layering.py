@@ -69,6 +69,7 @@ ROWS = (
         "utils.loggers",
         "utils.loss",
         "utils.resume",
+        "utils.restarts",
     ),
     ("utils.image_cache", "utils.val_files"),
     ("utils.dataloaders",),

@@ -275,7 +275,9 @@ def test_class_in_a_script_without_guard(data: Path, tmp_path: Path) -> None:
         print("unreached")
     """)  # fmt: skip
     assert done.status == 1
-    assert sorted(done.stdout.splitlines()) == ["imported __main__", "imported __mp_main__", "imported __mp_main__"]
+    first, *others = done.stdout.splitlines()
+    assert first == "imported __main__"
+    assert others in (["imported __mp_main__"], ["imported __mp_main__"] * 2), "the first worker's word ends the second"
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.endswith(
         "utils.errors.UserError: a callback is defined in the script that trains, so every worker imports that script, "

@@ -106,7 +106,7 @@ class CheckpointSaved:
     """A checkpoint is on the disk, whole.
 
     Attributes:
-        path: of last.pt.
+        path: of last.pt; of best.pt where the disk had not taken that with its own last.pt.
         epoch: that it was saved after, 0-based.
         better: whether its weights are the best so far.
         also: further files with the same content: best.pt, epochN.pt.

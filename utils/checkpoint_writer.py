@@ -1,7 +1,7 @@
 """Checkpoints written by a thread while training goes on: training waits for a copy of the state only."""
 
-import threading
 from collections.abc import Mapping
+from concurrent import futures
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ class Outcome:
     """How a write ended that the disk did not stop.
 
     Attributes:
-        path: of last.pt.
+        path: of last.pt; of best.pt where that is made up for.
         also: further files with the same content: best.pt, epochN.pt.
         epoch: that it was saved in or after, 0-based.
         fitness: the best so far.
@@ -41,15 +41,15 @@ class CheckpointWriter:
     the disk did not take are kept until it does, and always in place before a newer last.pt is.
 
     Attributes:
-        failed: whether the disk did not take the last write.
+        failed: whether the last write came to nothing: the disk did not take it, or weights were not finite.
     """
 
     def __init__(self) -> None:
         self.failed = False
         self._copy: dict[str, Any] = {}  # of the state; its memory serves the next write again
-        self._owed: tuple[dict[str, Any], Path] | None = None  # best weights that the disk did not take
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._owed: tuple[dict[str, Any], Outcome] | None = None  # best weights that the disk did not take, as best.pt
+        self._thread = futures.ThreadPoolExecutor(1, "checkpoint writer")  # to start one for each write takes longer
+        self._writing: futures.Future[None] | None = None
         self._outcomes: list[Outcome] = []
 
     def write(self, state: Mapping[str, Any], goal: Outcome, best: Path) -> None:
@@ -67,54 +67,63 @@ class CheckpointWriter:
         if self._owed is not None and self._owed[0] is self._copy:
             self._copy = {}
         self._copy = copy_state(state, self._copy)
-        self._thread = threading.Thread(target=self._work, args=(self._copy, goal, best), name="checkpoint writer")
-        self._thread.start()
+        self._writing = self._thread.submit(self._work, self._copy, goal, best)
 
     def _work(self, state: dict[str, Any], goal: Outcome, best: Path) -> None:
+        self.failed, finite = True, False  # until it is known better
         try:
-            check_finite(state, goal.path)
-            if goal.better:
+            finite = self._is_finite(state, goal)
+            if goal.better and finite:
                 self._owed = None  # better ones take their place
-            elif self._owed is not None:
-                write_checkpoint(*self._owed, (), keep_previous=False)
-                self._owed = None
-            write_checkpoint(state, goal.path, goal.also, keep_previous=True)
-        except NonFiniteError as error:
-            get_logger().warning(f"{error}; the checkpoint before it stays")
-            self._outcomes.append(replace(goal, written=False))
+            self._pay()
+            if finite:
+                write_checkpoint(state, goal.path, goal.also, keep_previous=True)
+                self.failed = False
+            self._outcomes.append(replace(goal, written=finite))
         except OSError as error:
-            self.failed = True
-            if goal.better:
-                self._owed = (state, best)
+            if goal.better and finite:
+                self._owed = (state, replace(goal, path=best, also=()))
+            elif not finite:
+                self._outcomes.append(replace(goal, written=False))
             get_logger().warning(
                 f"{goal.path} was not written: {error}; the one before it stays, training goes on, and the next save "
                 "tries again"
             )
-        except BaseException as error:  # raised in the thread that trains, at its next look
-            self._error = error
-        else:
-            self.failed = False
+
+    def _is_finite(self, state: dict[str, Any], goal: Outcome) -> bool:
+        try:
+            check_finite(state, goal.path)
+        except NonFiniteError as error:
+            get_logger().warning(f"{error}; the checkpoint before it stays")
+            return False
+        return True
+
+    def _pay(self) -> None:
+        """Write best weights that the disk did not take before."""
+        if self._owed is not None:
+            state, goal = self._owed
+            write_checkpoint(state, goal.path, (), keep_previous=False)
+            self._owed = None
             self._outcomes.append(goal)
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
-        self.close()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._writing is not None:
+            futures.wait([self._writing])
+            written, self._writing = self._writing, None
+            written.result()  # raises what was raised in the thread
 
     def outcomes(self) -> list[Outcome]:
         """Return how the writes ended that ended since the last call; does not wait."""
-        if self._error is not None:
+        if self._writing is not None and self._writing.done():
             self.wait()
-        outcomes, self._outcomes = self._outcomes, []
+        outcomes = self._outcomes[:]
+        del self._outcomes[: len(outcomes)]  # the thread may have added one meanwhile
         return outcomes
 
     def close(self) -> None:
-        """Wait for the last write, whatever it met."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Wait for the last write, whatever it met, and end the thread."""
+        self._thread.shutdown()
 
 
 def copy_state(state: Any, old: Any) -> Any:
@@ -135,14 +144,16 @@ def copy_state(state: Any, old: Any) -> Any:
 
 def _copied(value: Any, old: Any, sources: list[Tensor], targets: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
-        if not (isinstance(old, Tensor) and old.shape == value.shape and old.dtype == value.dtype):
+        if not (isinstance(old, Tensor) and old.dtype is value.dtype and old.is_same_size(value)):
             return value.detach().to("cpu", copy=True)
         sources.append(value)
         targets.append(old)
         return old
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):  # the first is much faster to ask for
         olds = old if isinstance(old, dict) else {}
         return {key: _copied(item, olds.get(key), sources, targets) for key, item in value.items()}
+    if isinstance(value, (str, int, float)):
+        return value
     if isinstance(value, (list, tuple)):
         befores = old if isinstance(old, (list, tuple)) and len(old) == len(value) else [None] * len(value)
         items = [_copied(item, before, sources, targets) for item, before in zip(value, befores, strict=True)]

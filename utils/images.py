@@ -1,27 +1,68 @@
 """Image files: size from the header without decoding, pixels upright by EXIF orientation."""
 
 import contextlib
+import errno
+import math
 import os
 import re
 import struct
+import time
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import cv2
 import numpy as np
 
 from utils.errors import UserError
 
+T = TypeVar("T")
+
 # What decoders have to say goes into our messages, which name the file.
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
 
 IMAGE_SUFFIXES = frozenset(["bmp", "dng", "jpeg", "jpg", "mpo", "png", "tif", "tiff", "webp", "pfm"])
 
+# What storage, above all storage elsewhere, says while it is in trouble that may pass.
+TEMPORARY = frozenset(getattr(errno, name) for name in ("EIO", "ESTALE", "ETIMEDOUT") if hasattr(errno, name))
+RETRY_AFTER = (0.1, 0.5)  # seconds before the second and the third try
+HOPELESS = 10.0  # seconds after a file whose tries were all in vain, in which others have one: a dead disk fails fast
+
 
 class ImageError(UserError):
     """An image file that cannot be used; the message names the file."""
+
+
+class _Storage:
+    """Tells whether it is worth trying again.
+
+    Attributes:
+        hopeless_until: a time of the monotonic clock.
+    """
+
+    hopeless_until = -math.inf
+
+
+def retried(work: Callable[[], T]) -> T:
+    """Do something with files, again after a short while if storage is in trouble that may pass (see TEMPORARY).
+
+    Raises:
+        OSError: of the last try, or another one than those.
+    """
+    for pause in RETRY_AFTER:
+        try:
+            return work()
+        except OSError as error:
+            if error.errno not in TEMPORARY or time.monotonic() < _Storage.hopeless_until:
+                raise
+        time.sleep(pause)
+    try:
+        return work()
+    except OSError as error:
+        if error.errno in TEMPORARY:
+            _Storage.hopeless_until = time.monotonic() + HOPELESS
+        raise
 
 
 class _Header(NamedTuple):
@@ -194,6 +235,20 @@ def _read_header(read: Callable[[int], bytes]) -> _Header | None:
     raise ImageError("ends inside its header")
 
 
+def _cut_short(header: _Header, length: int, read_end: Callable[[], bytes], read_all: Callable[[], bytes]) -> bool:
+    """Whether a file of so many bytes lacks its end; ``read_end`` gives its last bytes."""
+    if length < header.least:
+        return True
+    # Some writers pad behind the end, so only without it close to the end the whole file is searched.
+    mark = header.end_mark
+    return bool(mark) and mark not in read_end() and read_all().rfind(mark, header.start) < 0
+
+
+def _upright_size(header: _Header) -> tuple[int, int]:
+    """Height and width of the picture as people see it."""
+    return (header.height, header.width) if header.orientation < 5 else (header.width, header.height)
+
+
 def image_size(path: str) -> tuple[int, int]:
     """Height and width in pixels as ``read_image`` returns them, read from the header where the format allows it.
 
@@ -204,50 +259,77 @@ def image_size(path: str) -> tuple[int, int]:
         ImageError: no image, an incomplete header, a file that was cut short or is damaged.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
-
-            def read(limit: int) -> bytes:
-                file.seek(0)
-                return file.read(limit)
-
-            header = _read_header(read)
-            length = file.seek(0, os.SEEK_END)
-            if header is not None and length < header.least:
-                raise ImageError("is cut short")
-            if header is not None and header.end_mark:
-                file.seek(-min(16, length), os.SEEK_END)
-                # Some writers pad behind the end, so only without it close to the end the whole file is searched.
-                if header.end_mark not in file.read() and read(-1).rfind(header.end_mark, header.start) < 0:
-                    raise ImageError("is cut short")
-            if header is not None and header.intact is not None and not header.intact(read(-1)):
-                raise ImageError("is damaged")
+        header = retried(partial(_checked_header, path))
     except (OSError, ImageError) as error:
         raise ImageError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if header is None:
         height, width = read_image(path).shape[:2]
         return height, width
-    size = header.height, header.width
-    return size if header.orientation < 5 else size[::-1]
+    return _upright_size(header)
 
 
-def read_image(path: str) -> np.ndarray:
+def _checked_header(path: str) -> _Header | None:
+    """Header of a file that is whole, as far as that shows without decoding."""
+    with open(path, "rb", buffering=0) as file:
+
+        def read(limit: int) -> bytes:
+            file.seek(0)
+            return file.read(limit)
+
+        def read_end() -> bytes:
+            file.seek(-min(16, length), os.SEEK_END)
+            return file.read()
+
+        header = _read_header(read)
+        length = file.seek(0, os.SEEK_END)
+        if header is not None and _cut_short(header, length, read_end, partial(read, -1)):
+            raise ImageError("is cut short")
+        if header is not None and header.intact is not None and not header.intact(read(-1)):
+            raise ImageError("is damaged")
+        return header
+
+
+def read_image(path: str, size: tuple[int, int] | None = None) -> np.ndarray:
     """Decode an image to (H, W, 3) BGR uint8, upright by its EXIF orientation, whatever its depth and channels.
+
+    Args:
+        path: the file.
+        size: height and width that it had before. A file that has other ones now, or was cut short meanwhile, is an
+            error then; else the picture is as far as OpenCV sees it.
 
     Raises:
         ImageError: the file is missing, or no image.
     """
     try:
-        data = np.fromfile(path, np.uint8)
-        header = _read_header(lambda limit: data[: limit if limit > 0 else None].tobytes())
+        data = retried(partial(_contents, path))
+        header = _read_header(lambda limit: data[: limit if limit > 0 else None])
+        if size is not None and header is not None:  # before decoding: pictures may be larger than the memory
+            _check_size(_upright_size(header), size)
+            if _cut_short(header, len(data), lambda: data[-16:], lambda: data):
+                raise ImageError("is cut short")
         # Orientation is applied here, since OpenCV's versions differ in the formats for which they do it.
-        image = cv2.imdecode(data, cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION) if data.size else None
+        flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), flags) if data else None
+        if image is None:
+            raise ImageError("cannot be decoded")
+        if image.ndim == 2:  # grey PFM files stay grey in spite of the flag
+            image = cv2.cvtColor(image, cv2.COLOR_GRAY2BGR)
+        image = _upright(image, header.orientation if header else 1)
+        if size is not None:
+            _check_size((image.shape[0], image.shape[1]), size)
     except (OSError, ImageError, cv2.error) as error:
         raise ImageError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    if image is None:
-        raise ImageError(f"{path}: cannot be decoded")
-    if image.ndim == 2:  # grey PFM files stay grey in spite of the flag
-        image = cv2.cvtColor(image, cv2.COLOR_GRAY2BGR)
-    return _upright(image, header.orientation if header else 1)
+    return image
+
+
+def _contents(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
+
+
+def _check_size(found: tuple[int, int], before: tuple[int, int]) -> None:
+    if found != before:
+        raise ImageError(f"was {before[1]} x {before[0]} pixels when it was checked, now {found[1]} x {found[0]}")
 
 
 def _upright(image: np.ndarray, orientation: int) -> np.ndarray:

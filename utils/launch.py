@@ -7,8 +7,10 @@ under a launcher that was typed by hand.
 import atexit
 import contextlib
 import ctypes
+import json
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -54,12 +56,13 @@ class Failure:
     text: str
 
 
-def worker_devices(flag: str | int | Sequence[str | int], env: DistEnv) -> list[torch.device]:
-    """Return the devices that need a worker each: [] for a single one, and for a process that is a worker itself.
+def worker_devices(flag: str | int | Sequence[str | int], env: DistEnv, least: int = 2) -> list[torch.device]:
+    """Return the devices that need a worker each: [] for fewer than that, and for a process that is a worker itself.
 
     Args:
         flag: see `utils.devices.parse_device`.
         env: this process's place.
+        least: number of devices from which workers are started.
 
     Raises:
         UserError: the flag is wrong.
@@ -67,21 +70,25 @@ def worker_devices(flag: str | int | Sequence[str | int], env: DistEnv) -> list[
     if env.launched:
         return []
     devices = parse_device(flag, torch.cuda.device_count(), torch.backends.mps.is_available())
-    return devices if len(devices) > 1 else []
+    return devices if len(devices) >= least else []
 
 
-def launch(command: Sequence[str], devices: Sequence[torch.device], folder: Path | None = None) -> Failure | None:
+def launch(
+    command: Sequence[str], devices: Sequence[torch.device], folder: Path | None = None, max_restarts: int = 0
+) -> Failure | None:
     """Run a Python script once for each device, and wait for the end of all. Takes over signals: main thread only.
 
-    If one fails all others are ended. The port is a free one, so that any number of runs share a machine.
+    If one fails all others are ended, and maybe all are started again. The port is a free one, so that any number of
+    runs share a machine.
 
     Args:
         command: script and arguments, as behind ``python``.
         devices: as many workers.
         folder: for small files, to be removed by the caller; None makes one and removes it.
+        max_restarts: how often all workers are started again after one has failed; see `utils.restarts`.
 
     Returns:
-        None if all succeeded.
+        None if all succeeded in the end.
     """
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # it is said better below
@@ -95,12 +102,12 @@ def launch(command: Sequence[str], devices: Sequence[torch.device], folder: Path
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",
-        max_restarts=0,
+        max_restarts=max_restarts,
         signals_to_handle=",".join(_heeded(SIGNALS)),
         shutdown_timeout=GRACE,
     )
     try:
-        with _variables(_worker_variables(devices)):
+        with _variables(_worker_variables(devices, max_restarts > 0)):
             elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
         failure = explain(error.failures)
@@ -133,9 +140,11 @@ def _log_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{LOGS}{os.getpid()}-"))
 
 
-def _worker_variables(devices: Sequence[torch.device]) -> dict[str, str]:
+def _worker_variables(devices: Sequence[torch.device], restarts: bool) -> dict[str, str]:
     """Environment of the workers beside what the elastic launcher sets."""
     variables = {OURS: str(os.getpid()), "PYTHONUNBUFFERED": "1"}  # what is said comes at once, also before a kill
+    if restarts:
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # with a shared one they would wait for good
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         variables["OMP_NUM_THREADS"] = str(max(cores // len(devices), 1))
@@ -224,6 +233,21 @@ def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
         os._exit(status)
 
     return leave
+
+
+def last_words() -> list[str]:
+    """Return how the workers of the life before this one failed: the last line of each traceback of this machine."""
+    own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # FOLDER/attempt_N/LOCAL_RANK/error.json
+    attempt = re.fullmatch(r"attempt_(\d+)", own.parent.parent.name)
+    if attempt is None:
+        return []
+    lines = []
+    before = own.parent.parent.with_name(f"attempt_{int(attempt.group(1)) - 1}")
+    for path in sorted(before.glob("*/error.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            callstack = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
+            lines.append(f"local rank {path.parent.name} failed: {callstack.rstrip().rsplit(chr(10), 1)[-1]}")
+    return lines
 
 
 def end_with_parent(by: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:

@@ -61,14 +61,17 @@ def draw(path: Path, kind: str, values: Mapping[str, Any]) -> None:
     """
     picture: Any = DRAW[kind](**values)  # type: ignore[operator]
     beside = path.with_name(f".{path.name}")
-    if isinstance(picture, Figure):
-        options = {"quality": JPEG_QUALITY} if path.suffix == ".jpg" else {}
-        picture.savefig(beside, format=path.suffix[1:], pil_kwargs=options)
-    else:
-        ok, encoded = cv2.imencode(path.suffix, picture, [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])
-        assert ok, f"no {path.suffix} could be made"
-        encoded.tofile(beside)
-    os.replace(beside, path)
+    try:
+        if isinstance(picture, Figure):
+            options = {"quality": JPEG_QUALITY} if path.suffix == ".jpg" else {}
+            picture.savefig(beside, format=path.suffix[1:], pil_kwargs=options)
+        else:
+            ok, encoded = cv2.imencode(path.suffix, picture, [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])
+            assert ok, f"no {path.suffix} could be made"
+            encoded.tofile(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)  # of a disk that was full in the middle
 
 
 if __name__ == "__main__":

@@ -13,15 +13,30 @@ from utils.torch_utils import load_newest
 
 # These may differ from the run's own: where and how fast it runs, how long, and what it leaves besides its weights.
 RESUMABLE_FLAGS = {"resume", "device", "dp", "dist_timeout", "cuda_graph", "workers", "cache", "project", "noplots"}
-RESUMABLE_FLAGS |= {"loggers", "profile", "epochs", "patience", "save_period", "save_steps", "time_limit"}
+RESUMABLE_FLAGS |= {
+    "loggers",
+    "profile",
+    "epochs",
+    "patience",
+    "save_period",
+    "save_steps",
+    "time_limit",
+    "max_restarts",
+}
+AUTOMATIC = -1  # of --batch-size
 SILENT = {"resume", "project"}  # they name the run
+# What a checkpoint holds; see utils.run_state.
+STATE_KEYS = {"state", "model", "ema", "optimizer", "scaler", "meters", "rank_buffers", "rng", "spec", "names"}
+STATE_KEYS |= {"config", "precision", "data", "hyp", "versions"}
 
 
-def resume(given: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, Any]]:
+def resume(given: Mapping[str, Any], *, again: bool = False) -> tuple[TrainConfig, dict[str, Any]]:
     """Find the run to go on with, and its settings: its own, but for what may change.
 
     Args:
         given: flags of this command line.
+        again: whether a launcher starts the same command line again: then no flag has changed, and a run whose epochs
+            are done comes to its end once more.
 
     Returns:
         Settings and checkpoint; the checkpoint has besides ``run_dir`` and ``path`` where they are now, and ``said``:
@@ -38,6 +53,8 @@ def resume(given: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, Any]]:
         why_over = _over(run_dir, saved, given)
         if named or not why_over:
             break
+    if again:
+        why_over = ""
     if why_over and not named:
         raise UserError(
             f"--resume: no run under {project} is unfinished, the newest is {runs[0][0]}; start a new one, for example "
@@ -48,7 +65,8 @@ def resume(given: Mapping[str, Any]) -> tuple[TrainConfig, dict[str, Any]]:
             f"--resume {run_dir}: nothing is left to resume, {why_over}; start a new run with --weights {path}, or "
             "give more --epochs"
         )
-    _refuse_changes(given, saved["config"], run_dir)
+    if not again:
+        _refuse_changes(given, saved["config"], run_dir)
     # Other devices may be driven by other means.
     kept = {**saved["config"], "dp": False} if "device" in given else saved["config"]
     config = build_config(TrainConfig, {**kept, **{name: given[name] for name in given.keys() & RESUMABLE_FLAGS}})
@@ -89,7 +107,7 @@ def _read(newest: Path, named: str) -> tuple[dict[str, Any], Path]:
     saved, path = (load_checkpoint(newest, "--resume"), newest) if is_file else load_newest(newest)
     if "optimizer" not in saved:
         raise UserError(f"--resume {path}: weights for use, not to go on from; name a last.pt, or use --weights")
-    missing = {"state", "config", "model", "ema", "spec", "names", "hyp"} - saved.keys()
+    missing = STATE_KEYS - saved.keys() or {"epoch", "stopped"} - saved["state"].keys()
     if missing:
         raise UserError(f"--resume {path}: no state of a run, {', '.join(sorted(missing))} is missing")
     return saved, path
@@ -116,6 +134,7 @@ def _was_cut_short(run_dir: Path) -> bool:
 def _refuse_changes(given: Mapping[str, Any], own: Mapping[str, Any], run_dir: Path) -> None:
     typed = build_train_config(given)
     names = sorted(name for name in given.keys() - RESUMABLE_FLAGS if getattr(typed, name) != own.get(name))
+    names = [name for name in names if (name, given[name]) != ("batch_size", AUTOMATIC)]  # found already
     if not names:
         return
     shown = ", ".join(

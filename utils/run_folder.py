@@ -185,6 +185,11 @@ def write_resume_file(run_dir: Path) -> None:
         (run_dir / RESUME).write_text(f"{resume_command(run_dir)}\n")
 
 
+def was_stopped(run_dir: Path) -> bool:
+    """Whether a run left the file RESUME."""
+    return (run_dir / RESUME).exists()
+
+
 _claims: dict[Path, IO[str]] = {}  # open files that hold this process's locks
 
 

@@ -19,7 +19,7 @@ from utils.config import Hyp, TrainConfig, config_to_dict
 from utils.data_config import DataConfig
 from utils.dataloaders import choose_val_batch
 from utils.dataset import LabelIndex
-from utils.errors import RESUMABLE, Stopped
+from utils.errors import RESUMABLE, Stopped, UserError
 from utils.interrupts import StopRequest
 from utils.logging import DeviceMeter, get_logger, mean_of
 from utils.loss import DetectionLoss
@@ -31,7 +31,7 @@ from utils.skips import SkipLog
 from utils.steps import BufferSnapshot, Precision
 from utils.torch_utils import BatchPlan, DistEnv, ModelEMA, all_gather_rows, all_reduce_sum, barrier
 
-WISHES = 2  # at the end of a window: to stop, to save; see `wishes`
+VOTES = 3  # of a rank at the end of a window: to stop, to save, and where it is; see `votes`
 SAVE_EVERY = 900.0  # seconds between two checkpoints at most
 
 
@@ -69,30 +69,48 @@ class Ballot:
     read when the next ones are, so all ranks act a window later.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._on_the_way: tuple[Tensor, torch.cuda.Event] | None = None
+    def __init__(self, env: DistEnv) -> None:
+        self._env = env
+        self._on_the_way: tuple[Tensor, torch.cuda.Event, int] | None = None
 
-    def cast(self, wishes: Sequence[bool]) -> Tensor:
-        """Return this rank's wishes as int64 (len(wishes),), to be added up over ranks."""
-        return torch.tensor(wishes, dtype=torch.int64)
+    def cast(self, wishes: Sequence[bool], place: int) -> Tensor:
+        """Return what this rank has to say, int64 (len(wishes) + 1,), to be added up over ranks.
 
-    def count(self, sums: Tensor) -> list[bool]:
+        Args:
+            wishes: each yes or no.
+            place: micro-batches of the run that this rank has done.
+        """
+        return torch.tensor([*wishes, place], dtype=torch.int64)
+
+    def count(self, sums: Tensor, place: int) -> list[bool]:
         """Return for each wish whether any rank has it, the same on all ranks.
 
         Args:
             sums: of what the ranks cast.
+            place: that this rank cast.
+
+        Raises:
+            RuntimeError: the ranks are not at the same place.
         """
-        if self._device.type != "cuda":
-            return [wish > 0 for wish in sums.tolist()]
+        if self._env.device.type != "cuda":
+            return self._read(sums, place)
         on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
         before, copied = self._on_the_way, torch.cuda.Event()
         copied.record()
-        self._on_the_way = on_host, copied
+        self._on_the_way = on_host, copied, place
         if before is None:
-            return [False] * len(sums)
+            return [False] * (len(sums) - 1)
         before[1].synchronize()  # of the window before, whose work is done while this one's is still queued
-        return [wish > 0 for wish in before[0].tolist()]
+        return self._read(before[0], before[2])
+
+    def _read(self, sums: Tensor, place: int) -> list[bool]:
+        *wishes, places = sums.tolist()
+        if places != place * self._env.world_size:
+            raise RuntimeError(
+                f"the ranks are not at the same batch any more: rank {self._env.rank} has done {place}, and all "
+                f"{self._env.world_size} together {places}; one of them left out a batch or did one twice"
+            )
+        return [wish > 0 for wish in wishes]
 
 
 @dataclass
@@ -128,6 +146,8 @@ class Run:
     stop: StopRequest
     state: TrainState
     proven: tuple[float, int] = (-1.0, 0)  # best_fitness and best_epoch as of best.pt
+    weights: "StateView | None" = None  # what checkpoints take of the two networks; made by the first one
+    averages: "StateView | None" = None
     saved_at: float = field(default_factory=time.monotonic)  # when a checkpoint was last taken
 
     @property
@@ -214,10 +234,15 @@ def _write(run: Run, state: dict[str, Any], also: list[Path], epoch: int, better
     run.saved_at = time.monotonic()
 
 
-def wishes(run: Run) -> list[bool]:
-    """Return what this rank wishes for at the end of a window: to stop, to save."""
+def votes(run: Run) -> Tensor:
+    """Return what this rank has to say at the end of a window: whether to stop, to save, and where it is."""
     due = run.env.is_main_process and not run.config.nosave and time.monotonic() - run.saved_at >= SAVE_EVERY
-    return [bool(run.stop), due]
+    return run.ballot.cast([bool(run.stop), due], place(run))
+
+
+def place(run: Run) -> int:
+    """Return the number of micro-batches of the run that this rank has done."""
+    return run.state.epoch * run.schedule.batches_per_epoch + run.state.batch
 
 
 def rank_buffers(run: Run) -> Tensor:
@@ -236,12 +261,37 @@ def _norm_buffers(run: Run) -> list[Tensor]:
     ]
 
 
+class StateView:
+    """The state dict of a network whose modules stay as they are, without the walk through them.
+
+    That takes longer than it does to copy the weights of a small network.
+
+    Args:
+        model: with its final modules; what their parameters and buffers are is looked up each time.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places: list[tuple[str, dict[str, Any], str]] = [
+            (f"{prefix}.{key}" if prefix else key, holder, key)
+            for prefix, module in model.named_modules(remove_duplicate=False)
+            for holder in (module._parameters, module._buffers)
+            for key, tensor in holder.items()
+            if tensor is not None and key not in module._non_persistent_buffers_set
+        ]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers themselves."""
+        return {name: holder[key] for name, holder, key in self._places}
+
+
 def run_state(run: Run) -> dict[str, Any]:
     """Return everything that moves, and what it takes to build the run again; the format of our checkpoints."""
+    if run.weights is None or run.averages is None:
+        run.weights, run.averages = StateView(run.raw_model), StateView(run.ema.module)
     return {
         "state": dataclasses.asdict(run.state),
-        "model": run.raw_model.state_dict(),
-        "ema": run.ema.state_dict(),
+        "model": run.weights.tensors(),
+        "ema": {"module": run.averages.tensors(), "updates": run.ema.updates, "skipped": int(run.ema.skipped)},
         "optimizer": run.optimizer.state_dict(),
         "scaler": run.scaler.state_dict(),
         "meters": None,  # of each rank, in the middle of an epoch
@@ -259,7 +309,22 @@ def run_state(run: Run) -> dict[str, Any]:
 
 
 def load_run_state(run: Run, saved: Mapping[str, Any]) -> None:
-    """Put a run where its checkpoint was taken."""
+    """Put a run where its checkpoint was taken.
+
+    Raises:
+        UserError: something in it is not as this program saves it.
+    """
+    try:
+        _load(run, saved)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"--resume {saved['path']}: its state is not as this program saves it ({type(error).__name__}: {reason}); "
+            "go on with the version that saved it, or start a new run with --weights"
+        ) from error
+
+
+def _load(run: Run, saved: Mapping[str, Any]) -> None:
     run.raw_model.load_state_dict(saved["model"])
     run.ema.load_state_dict(saved["ema"])
     load_optimizer(run.optimizer, saved["optimizer"])

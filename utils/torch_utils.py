@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from utils.checkpoint_files import check_finite, load_checkpoint, previous_path, write_checkpoint
 from utils.devices import as_typed, parse_device
-from utils.errors import Problems, UserError
+from utils.errors import DivergedError, Problems, UserError
 from utils.logging import get_logger
 from utils.network import interface_towards, ipv4_addresses
 from utils.slurm import SlurmPlace, slurm_place
@@ -326,6 +326,32 @@ def all_gather_rows(tensor: Tensor, env: DistEnv) -> Tensor:
 
 
 @torch.no_grad()
+def check_same_weights(model: nn.Module, env: DistEnv, when: str) -> None:
+    """Check that all ranks have the same parameters, to the bit. Collective: every rank must call it.
+
+    Args:
+        model: raw or wrapped.
+        env: this rank's place.
+        when: for the message.
+
+    Raises:
+        RuntimeError: names the ranks that have others than most.
+    """
+    patterns = {torch.float64: torch.int64, torch.float32: torch.int32}
+    sums = [
+        parameter.detach().view(patterns.get(parameter.dtype, torch.int16)).sum(dtype=torch.int64)
+        for parameter in model.parameters()
+    ]
+    found = all_gather_rows(torch.stack(sums), env)
+    if bool((found == found[0]).all()):
+        return
+    rows = [tuple(row) for row in found.tolist()]
+    most = max(rows, key=rows.count)
+    others = ", ".join(str(rank) for rank, row in enumerate(rows) if row != most)
+    raise RuntimeError(f"{when} the weights of rank {others} differ from the others'; they had to be the same")
+
+
+@torch.no_grad()
 def broadcast_tensors(tensors: Sequence[Tensor], env: DistEnv) -> None:
     """Overwrite tensors with rank 0's, in one message for each dtype. Collective: every rank must call it."""
     if env.world_size == 1:
@@ -412,11 +438,11 @@ def _shared(work: Callable[[], T], does: bool, ranks: int, group: dist.ProcessGr
     if ranks == 1:
         return work()
     result: T | None = None
-    mistake: UserError | None = None
+    mistake: UserError | DivergedError | None = None
     if does:
         try:
             result = work()
-        except UserError as error:
+        except (UserError, DivergedError) as error:
             mistake = error
     result, mistake = _broadcast((result, mistake), group)
     if mistake is not None:

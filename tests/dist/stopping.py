@@ -2,8 +2,8 @@
 
     torchrun ... -m tests.dist.stopping SIGNAL NUMBER DTYPE FLAGS...
 
-Rank 0 gets the signal (SIGKILL, SIGTERM ...) with its checkpoint NUMBER, counted from 1; 0 sends none. DTYPE is what
-the network computes in.
+Rank 0 gets the signal (SIGKILL, SIGTERM ...) with its checkpoint NUMBER, counted from 1; 0 sends none, -1 sends it
+before the first batch. DTYPE is what the network computes in.
 """
 
 import os
@@ -13,7 +13,7 @@ import sys
 import torch
 
 import train
-from utils.callbacks import Callback, CheckpointSaved
+from utils.callbacks import Callback, CheckpointSaved, TrainStart
 from utils.config import TrainConfig
 from utils.errors import run_cli
 from utils.flags import given_flags
@@ -27,6 +27,10 @@ class Stopper(Callback):
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.left = name, number
+
+    def on_train_start(self, event: TrainStart) -> None:
+        if self.left < 0:
+            os.kill(os.getpid(), signal.Signals[self.name])
 
     def on_checkpoint(self, event: CheckpointSaved) -> None:
         self.left -= 1
