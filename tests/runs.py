@@ -108,7 +108,7 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
 
 def assert_same_run(expected: Path, found: Path) -> None:
     """Check that two runs ended alike: all that last.pt holds, but for the runs' names, and results.csv."""
-    free = RESUMABLE_FLAGS | {"name"}
+    free = RESUMABLE_FLAGS | {"name", "exist_ok"}
     a, b = (load_checkpoint(run_dir / "weights/last.pt") for run_dir in (expected, found))
     for state in (a, b):
         state["run_dir"] = state["digest"] = ""

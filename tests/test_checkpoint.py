@@ -1,5 +1,7 @@
 """Checkpoint files: whole or absent under kill -9, full disks and damage; nothing but plain values inside."""
 
+import contextlib
+import copy
 import os
 import pickle
 import random
@@ -7,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -20,6 +23,7 @@ from torch import nn
 from models.common import Conv
 from tests.common import PROJECT, as_nobody, needs_root
 from utils.checkpoint_files import NonFiniteError, checkpoint_bytes, digest_of, load_checkpoint, previous_path
+from utils.checkpoint_writer import CheckpointWriter, Outcome
 from utils.errors import UserError
 from utils.seeds import rng_state
 from utils.torch_utils import ModelEMA, load_newest, save_checkpoint, strip_checkpoint
@@ -288,6 +292,41 @@ def test_newest_falls_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
         load_newest(tmp_path)
 
 
+def test_damage_anywhere_falls_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """200 flipped bits and 20 ends cut off: never is anything else loaded than what was saved.
+
+    A bit that means nothing (a time in the archive, what fills it up) may be flipped: the content is as it was.
+    """
+    path = tmp_path / "last.pt"
+    states = [small_state(epoch, 50_000) for epoch in range(2)]
+    for state in states:
+        save_checkpoint(state, path)
+    data = path.read_bytes()
+    rng = random.Random(0)
+    spoiled: list[tuple[bytes, bool]] = [(data[: rng.randrange(len(data))], True) for _ in range(20)]
+    for _ in range(200):
+        flipped = bytearray(data)
+        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        spoiled.append((bytes(flipped), False))
+    fell_back = 0
+    capfd.readouterr()
+    for content, cut in spoiled:
+        path.write_bytes(content)
+        state, source = load_newest(tmp_path)
+        said = capfd.readouterr().out
+        if source == path:
+            assert not cut
+            assert_same(state, states[1])
+            continue
+        fell_back += 1
+        assert_same(state, states[0])
+        assert said.startswith(f"WARNING: {path} is damaged")
+        assert said.endswith(f"going on from {previous_path(path)}\n")
+        with pytest.raises(UserError, match=r"^--resume .*last\.pt is damaged"):
+            load_checkpoint(path, "--resume")
+    assert fell_back >= 215
+
+
 # what must not be saved -----------------------------------------------------------------------------------------------
 
 
@@ -447,3 +486,101 @@ def test_full_disk(tmp_path: Path) -> None:
         assert os.listdir(disk) == ["last.pt"]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+# the writer -----------------------------------------------------------------------------------------------------------
+
+
+class Held(str):
+    """A text that is not written before it may be: a slow disk."""
+
+    def __new__(cls, may: threading.Event) -> "Held":
+        made = super().__new__(cls, "held")
+        made.may = may
+        return made
+
+    may: threading.Event
+
+    def __str__(self) -> str:
+        assert self.may.wait(60)
+        return "held"
+
+
+def goal(folder: Path, epoch: int = 0, better: bool = False) -> Outcome:
+    return Outcome(folder / "last.pt", (folder / "best.pt",) if better else (), epoch, 0.5, better)
+
+
+def test_training_does_not_wait_for_a_slow_disk(tmp_path: Path) -> None:
+    """But for the write before, so that there is never more than one on the way."""
+    may = [threading.Event(), threading.Event()]
+    with contextlib.closing(CheckpointWriter()) as writer:
+        writer.write({"epoch": 0, "text": Held(may[0])}, goal(tmp_path), tmp_path / "best.pt")
+        assert writer.outcomes() == []
+        assert not (tmp_path / "last.pt").exists()
+        second = threading.Thread(
+            target=writer.write, args=({"epoch": 1, "text": Held(may[1])}, goal(tmp_path, 1), tmp_path / "best.pt")
+        )
+        second.start()
+        second.join(0.1)
+        assert second.is_alive()
+        may[0].set()
+        second.join(60)
+        assert [outcome.epoch for outcome in writer.outcomes()] == [0]
+        assert load_checkpoint(tmp_path / "last.pt") == {"epoch": 0, "text": "held"}
+        may[1].set()
+    assert load_checkpoint(tmp_path / "last.pt") == {"epoch": 1, "text": "held"}
+    assert [outcome.epoch for outcome in writer.outcomes()] == [1]
+
+
+def test_what_is_saved_is_the_state_of_the_call(tmp_path: Path) -> None:
+    """Whatever training does to it while it is written; over saves whose parts come, go and change their shape."""
+    shapes: list[Any] = [None, (3, 4), (4, 3), None, (3, 4), (3, 4)]
+    with contextlib.closing(CheckpointWriter()) as writer:
+        for epoch, shape in enumerate(shapes):
+            may = threading.Event()
+            state = {"text": Held(may), **small_state(epoch)}
+            state["meters"] = (
+                None if shape is None else torch.full(shape, epoch, dtype=(torch.float64, torch.int64)[epoch % 2])
+            )
+            state["model"]["last"] = torch.randn(2, 8, 3, 3).to(memory_format=torch.channels_last)
+            expected = copy.deepcopy({**state, "text": "held"})
+            writer.write(state, goal(tmp_path, epoch), tmp_path / "best.pt")
+            with torch.no_grad():
+                for tensor in (*state["model"].values(), state["ema"]["module"]["0.weight"]):
+                    tensor.fill_(7)
+            if state["meters"] is not None:
+                state["meters"].zero_()
+            state["optimizer"]["state"][0]["step"] += 1
+            state["optimizer"]["param_groups"][0]["lr"] = 0.1
+            state["config"]["freeze"].append(2)
+            state["epoch"] = -1
+            may.set()
+            writer.wait()
+            assert_same(load_checkpoint(tmp_path / "last.pt"), expected)
+
+
+def test_an_error_in_the_thread_is_raised_at_the_next_look(tmp_path: Path) -> None:
+    save_checkpoint(small_state(0), tmp_path / "last.pt")
+    writer = CheckpointWriter()
+
+    def fail() -> None:
+        writer.write({"epoch": 1, "config": {"data": Path("x")}}, goal(tmp_path), tmp_path / "best.pt")
+
+    def look() -> None:
+        while not writer.outcomes():
+            time.sleep(0.001)
+
+    for notice in (writer.wait, look, lambda: writer.write(small_state(2), goal(tmp_path), tmp_path / "best.pt")):
+        fail()
+        with pytest.raises(TypeError, match=r"state\['config'\]\['data'\] is of type \w*Path"):
+            notice()
+        writer.wait()  # it is raised once
+        assert writer.failed
+    assert load_checkpoint(tmp_path / "last.pt")["epoch"] == 0
+    writer.write(small_state(3), goal(tmp_path), tmp_path / "best.pt")
+    writer.wait()
+    assert not writer.failed
+    assert load_checkpoint(tmp_path / "last.pt")["epoch"] == 3
+    fail()
+    writer.close()  # where a run ends by another error, that one counts
+    assert temporaries(tmp_path) == []

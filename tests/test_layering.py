@@ -10,7 +10,7 @@ from tests.common import PROJECT
 
 # Each row imports from rows above it only. A new module gets its name here, as high as its imports allow.
 ROWS = (
-    ("own_packages", "utils.errors", "utils.inert_pickle", "utils.short_names"),
+    ("own_packages", "utils.errors", "utils.heartbeat", "utils.inert_pickle", "utils.short_names"),
     (
         "utils.archives",
         "utils.boxes",
@@ -24,6 +24,7 @@ ROWS = (
         "utils.images",
         "utils.interrupts",
         "utils.jobs",
+        "utils.loader_notes",
         "utils.logging",
         "utils.network",
         "utils.polygons",
@@ -34,6 +35,7 @@ ROWS = (
         "utils.slurm",
         "utils.steps",
         "utils.torch_files",
+        "utils.watchdog",
     ),
     (
         "utils.charts",
@@ -58,6 +60,7 @@ ROWS = (
         "utils.run_folder",
         "utils.shapes",
         "utils.sources",
+        "utils.stalls",
         "utils.sync_bn",
     ),
     (

@@ -1,23 +1,28 @@
 """The built-in loggers: what they write in real runs, also in one that was killed and resumed."""
 
+import contextlib
 import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+from models.yolo import DetectionModel
 from tests.callback_runs import draw_squares, flags, train_with
 from tests.common import PROJECT
 from tests.runs import CHILD_ENVIRONMENT, kill_in_third_epoch, launch, results
 from utils.callbacks import EpochEnd, Figures, TrainEnd, TrainStart
 from utils.config import LOGGERS
-from utils.errors import UserError
+from utils.errors import Stopped, UserError
 from utils.loggers import CsvLogger, JsonlLogger, loggers_from_names
 from utils.torch_utils import load_checkpoint
 
@@ -133,6 +138,40 @@ def test_killed_and_resumed_gives_the_same_rows(data: Path, whole: Path, tmp_pat
     assert results(run_dir).equals(results(whole))
     if HAVE_TENSORBOARD:
         assert len(list(run_dir.glob("events.out.tfevents.*"))) == 2
+        assert read_scalars(run_dir) == read_scalars(whole)
+
+
+def stop_in(forward: int) -> Callable[[nn.Module, Any], None]:
+    """A hook that asks this process to stop while the network trains for this time, counted from 1."""
+    count = 0
+
+    def hook(module: nn.Module, inputs: Any) -> None:
+        nonlocal count
+        count += isinstance(module, DetectionModel) and module.training
+        if count == forward and isinstance(module, DetectionModel):
+            signal.raise_signal(signal.SIGTERM)
+
+    return hook
+
+
+def test_stopped_in_the_middle_of_epochs_gives_the_same_rows(data: Path, whole: Path, tmp_path: Path) -> None:
+    """Twice, in the second and in the fourth epoch; each file is as if nothing had happened."""
+    line: list[object] = [*flags(data, tmp_path, "--noplots", "--loggers", *NAMES)]
+    run_dir = tmp_path / "run"
+    for forward, place in ((3, (1, 1)), (4, (3, 1))):  # 3 of the first life, 4 more of the second
+        handle = nn.modules.module.register_module_forward_pre_hook(stop_in(forward))
+        with contextlib.ExitStack() as stack, pytest.raises(Stopped):
+            stack.callback(handle.remove)
+            train_with([], *line)
+        state = load_checkpoint(run_dir / "weights/last.pt")["state"]
+        assert (state["epoch"], state["batch"]) == place
+        assert without_seconds(read_jsonl(run_dir)[1]) == without_seconds(read_jsonl(whole)[1][: place[0]])
+        line = ["--resume", run_dir]
+    train_with([], *line)
+    assert (run_dir / "results.csv").read_bytes() == (whole / "results.csv").read_bytes()
+    assert without_seconds(read_jsonl(run_dir)[1]) == without_seconds(read_jsonl(whole)[1])
+    if HAVE_TENSORBOARD:
+        assert len(list(run_dir.glob("events.out.tfevents.*"))) == 3
         assert read_scalars(run_dir) == read_scalars(whole)
 
 

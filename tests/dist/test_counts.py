@@ -15,7 +15,7 @@ IMAGES, FEWER_IMAGES, BATCH, RANKS = 42, 11, 4, 2
 BATCHES, ACCUMULATE = 11, 2  # the last batch of the epoch is a window of its own
 LOG_POINTS = (9, 10)  # every tenth batch and the last one
 EPOCH = 40  # past the warm-up, which starts with a step at every batch
-COUNTS = ("all_reduce", 9 + 2)  # of each loss and level; and whether a rank wishes to stop, or to save
+COUNTS = ("all_reduce", 9 + 3)  # of each loss and level; and whether to stop, to save, and where each rank is
 LOSSES = ("all_reduce", 4)  # 3 losses and their weight
 
 

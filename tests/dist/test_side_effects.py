@@ -285,10 +285,15 @@ def test_ranks_with_different_settings(tmp_path: Path) -> None:
     other_data = tmp_path / "data/same.yaml"
     shutil.copy(data, other_data)
     line = flags(data, tmp_path / "runs", "--epochs 1 --dist-timeout 60")
+    other_names = tmp_path / "data/names.yaml"
+    other_names.write_text(data.read_text().replace("blue, red", "red, blue"))
     cases = {
-        "--batch-size (4 and 8)": Case(line, others=["--batch", "8"]),
-        "lr0 of --hyp (0.01 and 0.02)": Case(line, others=["--hyp", str(tmp_path / "hyp.yaml")]),
-        "the network of --cfg": Case(line, others=["--cfg", "yolov5s.yaml"]),
+        "the class names (['blue', 'red'] on rank 0, ['red', 'blue'] on rank 1)": Case(
+            line, others=["--data", str(other_names)]
+        ),
+        "--batch-size (4 on rank 0, 8 on rank 1)": Case(line, others=["--batch", "8"]),
+        "lr0 of --hyp (0.01 on rank 0, 0.02 on rank 1)": Case(line, others=["--hyp", str(tmp_path / "hyp.yaml")]),
+        "the network of --cfg (rank 1 has another)": Case(line, others=["--cfg", "yolov5s.yaml"]),
         "": Case(line, others=["--data", str(other_data), "--workers", "1", "--name", "unused"]),
     }
     for name, seen in zip(cases, run_commands(list(cases.values()), RANKS, tmp_path / "seen", LIMIT), strict=True):
