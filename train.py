@@ -45,7 +45,7 @@ from utils.console import EpochProgress, RunClock, duration
 from utils.cuda_graph import can_capture, capture
 from utils.data_config import build_train_config
 from utils.data_parallel import accumulating, replica_devices, replicate, wrap
-from utils.data_report import write_report
+from utils.data_report import NOTHING_FOUND, REPLACED, UnreadableImages, write_report
 from utils.dataloaders import (
     Batch,
     DetectionDataset,
@@ -62,9 +62,11 @@ from utils.devices import to_device
 from utils.errors import RESUMABLE, DivergedError, NotWrittenError, Stopped, UserError, run_cli
 from utils.flags import given_flags
 from utils.header import header
+from utils.heartbeat import Phase, beat
 from utils.inputs import read_inputs
 from utils.interrupts import StopRequest, stops_end_the_process
 from utils.launch import as_worker, last_words, launch, say, worker_devices
+from utils.loader_notes import deaths_explained
 from utils.logging import DeviceMeter, get_logger
 from utils.metrics import TableRow, format_table
 from utils.optim import Schedule, build_optimizer
@@ -97,6 +99,7 @@ from utils.run_state import (
 )
 from utils.seeds import seed_everything
 from utils.skips import LIMIT, LIMIT_FP16, SkipLog
+from utils.stalls import paced, watched
 from utils.steps import MAX_GRAD_NORM, BufferSnapshot, guarded_step
 from utils.sync_bn import average_statistics, convert_sync_bn
 from utils.torch_utils import (
@@ -106,6 +109,7 @@ from utils.torch_utils import (
     broadcast_object,
     check_same_weights,
     dist_env,
+    gather_objects,
     is_posted,
     load_checkpoint,
     once,
@@ -159,6 +163,7 @@ def train(
         stack.enter_context(contextlib.closing(run.writer))
         stack.enter_context(run.plots)
         train_batches, val_batches = open_loaders(run, stack)
+        stack.enter_context(deaths_explained())
         log.info(header(run))
         run.plots.add_labels(run.train_index)
         run.callbacks.train_start(train_start(run, LOSSES, resumed is not None))
@@ -169,7 +174,9 @@ def train(
         step_done = stack.enter_context(profiling(config.profile, env, run.run_dir, batches_left))
         stack.enter_context(run.stop.heeded())
         while run.state.epoch < config.epochs:
-            losses = train_epoch(run, train_batches, clock, step_done)
+            with paced(env):
+                losses = train_epoch(run, train_batches, clock, step_done)
+            say_unreadable(run, train_batches.take_unreadable())
 
             # 6. epoch end: validation, files, verdict ---------------------------------------------------------------
             end_epoch(run, losses, val_batches, clock)
@@ -240,6 +247,7 @@ def set_up(
         skips=SkipLog(env.device),
         stop=StopRequest(seconds_of(config.time_limit)),
         state=TrainState(),
+        unreadable=UnreadableImages(run_dir),
     )
 
     # 4. resume, then join the ranks' networks -----------------------------------------------------------------------
@@ -280,8 +288,7 @@ def train_epoch(
     progress = EpochProgress(state.epoch, schedule.batches_per_epoch, state.batch, clock, run.env)
     run.model.train()
     while state.batch < schedule.batches_per_epoch:
-        batch = next(batches)
-        assert (batch.epoch, batch.k) == (state.epoch, state.batch), "loader and run are at different batches"
+        batch = next_batch(run, batches)
         run.plots.add_train_batch(batch, run.train_index)
         i = state.epoch * schedule.batches_per_epoch + state.batch
         schedule.apply(run.optimizer, i)
@@ -300,6 +307,7 @@ def train_epoch(
             sums = criterion.sums(outputs, [level.to(device) for level in matches])
             counts, voted = shared().split((sums.numel(), VOTES))
             items = criterion.items(sums, counts.view_as(sums))
+            beat(Phase.BACKWARD)
             # Times N because DDP averages over ranks: the gradient is then that of the global batch, whatever N.
             run.scaler.scale(items.sum() * run.plan.global_batch * run.plan.world_size).backward()
 
@@ -318,6 +326,15 @@ def train_epoch(
     return run.mean_losses()
 
 
+def next_batch(run: Run, batches: Iterator[Batch]) -> Batch:
+    """Return the next batch of a run."""
+    beat(Phase.LOADING, run.state.epoch, run.state.batch)
+    batch = next(batches)
+    assert (batch.epoch, batch.k) == (run.state.epoch, run.state.batch), "loader and run are at different batches"
+    beat(Phase.FORWARD)
+    return batch
+
+
 def network_input(run: Run, batch: Batch) -> torch.Tensor:
     """Return the images of a batch on the device, as the network takes them; with --multi-scale at their own size."""
     images = run.family.inputs.prepare(batch.images.to(run.env.device, non_blocking=True))
@@ -330,6 +347,7 @@ def network_input(run: Run, batch: Batch) -> torch.Tensor:
 
 def optimizer_step(run: Run, parameters: list[torch.nn.Parameter]) -> None:
     """Step with the gradients of a window, unless they are not finite: then nothing of it is kept."""
+    beat(Phase.STEP)
     found_inf = guarded_step(run.optimizer, parameters, MAX_GRAD_NORM, run.scaler)
     run.skips.add_window(run.state.step, found_inf)
     run.buffers.restore(found_inf)
@@ -349,6 +367,18 @@ def look_at_skips(run: Run) -> None:
         shown = ", ".join(paths[:SHOWN_IMAGES]) + (", ..." if len(paths) > SHOWN_IMAGES else "")
         steps = ", ".join(str(window.step) for window in skipped)
         get_logger().warning(f"the loss was not finite in optimizer step {steps}, with these images: {shown}")
+
+
+def say_unreadable(run: Run, own: Mapping[int, str]) -> None:
+    """Say which images others had to stand for in an epoch. Collective: every rank must call it.
+
+    Args:
+        run: at the end of an epoch.
+        own: those that this rank could not read, reason by place in the label index.
+    """
+    shares = gather_objects({run.train_index.path(i): reason for i, reason in own.items()}, run.env)
+    found = {path: reason for share in shares for path, reason in share.items()}
+    run.unreadable.tell("train", found, REPLACED, get_logger())
 
 
 def stop_if_diverged(run: Run) -> None:
@@ -432,6 +462,7 @@ def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, clock: RunC
 
 def tell_written(run: Run) -> None:
     """Tell the callbacks of checkpoints that were written meanwhile; rank 0's work, nothing elsewhere."""
+    beat(Phase.FILES)
     for outcome in run.writer.outcomes():
         if outcome.written:
             event = CheckpointSaved(outcome.path, outcome.epoch, outcome.better, outcome.also)
@@ -471,7 +502,7 @@ def validate(run: Run, batches: ValLoader) -> val.Evaluation | None:
         return bool(run.stop) or is_posted(STOP)
 
     run.ema.broadcast(run.env)
-    return val.evaluate(
+    evaluation = val.evaluate(
         run.ema.module,
         run.family,
         batches,
@@ -481,6 +512,9 @@ def validate(run: Run, batches: ValLoader) -> val.Evaluation | None:
         criterion=run.criterion,
         give_up=asked,
     )
+    if evaluation is not None:
+        run.unreadable.tell("val", evaluation.unreadable, NOTHING_FOUND, get_logger())
+    return evaluation
 
 
 def open_run_dir(config: TrainConfig, resumed: Mapping[str, Any] | None) -> Path:
@@ -506,8 +540,10 @@ def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, Va
     stack.enter_context(contextlib.closing(train_cache))
     val_cache = create_cache(run.val_index, imgsz, config.cache, env, train=False)
     stack.enter_context(contextlib.closing(val_cache))
-    train_set = DetectionDataset(run.train_index, train_cache, run.hyp, imgsz, config.seed, config.rect)
-    val_set = DetectionDataset(run.val_index, val_cache, None, imgsz)
+    train_set = DetectionDataset(
+        run.train_index, train_cache, run.hyp, imgsz, config.seed, config.rect, strict=config.strict
+    )
+    val_set = DetectionDataset(run.val_index, val_cache, None, imgsz, strict=config.strict)
     train_batches = train_loader(
         train_set,
         run.plan.global_batch,
@@ -526,6 +562,7 @@ def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, Va
 
 def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
     """Strip the best weights, measure them, and say where everything is. Collective: every rank must call it."""
+    beat(Phase.END)
     log, best, last = get_logger(), run.weights_dir / "best.pt", run.weights_dir / "last.pt"
     run.writer.wait()
     tell_written(run)
@@ -643,6 +680,7 @@ def begin(
     resumed: dict[str, Any] | None,
     env: DistEnv,
     callbacks: Sequence[Callback] = (),
+    may_be_ended: bool = True,
 ) -> Results:
     """Train as one of the ranks, maybe the only one. Collective: every rank must call it.
 
@@ -652,6 +690,7 @@ def begin(
         resumed: of `settings`.
         env: this rank's place.
         callbacks: see `train`.
+        may_be_ended: whether this process is the run's own, so that a watchdog may end it.
     """
     life, own = this_life(), None
     if life.restarts:
@@ -667,7 +706,8 @@ def begin(
     if config.batch_size == AUTOMATIC:
         batch = once(functools.partial(automatic_batch, config, given, env.device, env.world_size), env)
         config = dataclasses.replace(config, batch_size=batch)
-    return train(config, env, resumed, callbacks)
+    with watched(env, config.stall_warning, config.stall_timeout if may_be_ended else 0):
+        return train(config, env, resumed, callbacks)
 
 
 def go_on(

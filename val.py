@@ -18,9 +18,10 @@ if __name__ == "__main__":
     parse_val(sys.argv[1:])  # --help and mistyped flags end here, before torch is imported
     check_opencv()
 
+import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,13 +34,15 @@ from models.families import Family
 from models.yolo import DetectionModel
 from utils.boxes import cxcywh_to_xyxy, scale_boxes
 from utils.data_config import DataConfig
-from utils.data_report import write_report
-from utils.dataloaders import Batch, DetectionDataset, ValLoader, choose_num_workers, val_loader
+from utils.data_report import NOTHING_FOUND, UnreadableImages, write_report
+from utils.dataloaders import Batch, DetectionDataset, Unreadable, ValLoader, choose_num_workers, val_loader
 from utils.dataset import LabelIndex
 from utils.errors import run_cli
+from utils.heartbeat import Phase, beat, beating
 from utils.image_cache import ImageCache
 from utils.inputs import read_val_inputs
 from utils.launch import as_worker, launch, say, worker_devices
+from utils.loader_notes import deaths_explained
 from utils.logging import get_logger
 from utils.loss import DetectionLoss
 from utils.metrics import (
@@ -76,12 +79,14 @@ class Evaluation:
         losses: [box, objectness, class] over the whole split; zeros without a criterion.
         speed: milliseconds per image: preparing, inference, NMS.
         images: detections and labels of each image, batch by batch.
+        unreadable: images that could not be read, reason by path; they count as images in which nothing was found.
     """
 
     metrics: Metrics
     losses: list[float]
     speed: dict[str, float]
     images: list[ImageResult]
+    unreadable: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ class BatchResult:
     sums: NDArray[np.float64]  # (3, L)
     counts: NDArray[np.int64]  # (3, L)
     seconds: NDArray[np.float64]  # (3,) [preparing, inference, NMS]
+    unreadable: list[Unreadable]
 
 
 def never() -> bool:
@@ -160,12 +166,14 @@ def evaluate(
         The evaluation on rank 0, None elsewhere, and everywhere if any rank gave up.
     """
     assert criterion is None or not augment, "augmented predictions have no raw outputs to take a loss of"
+    beat(Phase.VALIDATION)
     model.eval()
     results: list[BatchResult] = []
     gave_up = False
     quiet = None if env.is_main_process else True  # None: on a terminal only
     progress = tqdm(loader, description, len(loader), leave=False, disable=quiet, unit="batch")
     for batch in progress:
+        beat()
         if gave_up := give_up():
             break
         start = _now(env.device)
@@ -183,11 +191,12 @@ def evaluate(
         if single_cls:
             for one in found:
                 one[:, 5] = 0
-        detections = [_to_original(image, geometry) for image, geometry in zip(found, batch.geometry, strict=True)]
+        detections = _detections(found, batch)
         done = _now(env.device)
         sums, counts = _losses(criterion, outputs, batch)
         seconds = np.diff([start, prepared, inferred, done])
-        results.append(BatchResult(batch.k, batch.indices.tolist(), detections, sums, counts, seconds))
+        unreadable = list(batch.unreadable)
+        results.append(BatchResult(batch.k, batch.indices.tolist(), detections, sums, counts, seconds, unreadable))
     shares = gather_objects(None if gave_up else results, env)
     if not env.is_main_process or None in shares:
         return None
@@ -212,6 +221,15 @@ def _forward(model: Callable[[Tensor], list[Tensor]], images: Tensor) -> list[Te
     torch.cuda.empty_cache()
     halves = [_forward(model, half) for half in images.chunk(2)]
     return [torch.cat(level) for level in zip(*halves, strict=True)]
+
+
+def _detections(found: list[Tensor], batch: Batch) -> list[NDArray[np.float32]]:
+    """Detections of each image in original pixels; none in the grey that stands for an image that can't be read."""
+    unreadable = {image for image, _ in batch.unreadable}
+    return [
+        _to_original(image[:0] if index in unreadable else image, geometry)
+        for image, geometry, index in zip(found, batch.geometry, batch.indices.tolist(), strict=True)
+    ]
 
 
 def _to_original(detections: Tensor, geometry: Tensor) -> NDArray[np.float32]:
@@ -240,7 +258,7 @@ def _score(
         for image, detections in zip(result.indices, result.detections, strict=True)
     ]
     correct = [np.zeros((0, len(IOU_THRESHOLDS)), bool)]
-    correct += [match_detections(image.detections, image.labels, IOU_THRESHOLDS) for image in images]
+    correct += [match_detections(image.detections, image.labels, IOU_THRESHOLDS) for image in beating(images)]
     scored = [np.zeros((0, 2), np.float32), *(image.detections[:, 4:6] for image in images)]
     truth = [image.labels[:, 0] for image in images]
     confidence, category = np.concatenate(scored).T
@@ -253,7 +271,8 @@ def _score(
         losses = criterion.items(sums, counts).tolist()
     seconds = np.sum([result.seconds for result in results], 0) / len(images) * 1e3
     speed = dict(zip(("prepare", "inference", "nms"), seconds.tolist(), strict=True))
-    return Evaluation(metrics, losses, speed, images)
+    unreadable = {index.path(image): reason for result in results for image, reason in result.unreadable}
+    return Evaluation(metrics, losses, speed, images, unreadable)
 
 
 def _original_labels(index: LabelIndex, image: int) -> NDArray[np.float32]:
@@ -273,28 +292,30 @@ def run(config: ValConfig, env: DistEnv) -> Results:
     log = get_logger()
     inputs = read_val_inputs(config, env)
     data, model, family, index = inputs.data, inputs.model, inputs.family, inputs.index
-    dataset = DetectionDataset(index, ImageCache(), None, inputs.imgsz)
+    dataset = DetectionDataset(index, ImageCache(), None, inputs.imgsz, strict=config.strict)
     workers = choose_num_workers(config.workers, env.local_world_size, config.batch_size)
     writes = config.task != "speed"
     run_dir = Path(config.project)
     if writes:
         run_dir = once(lambda: create_run_dir(config.project, config.name, config.exist_ok), env)
-    loader = val_loader(dataset, config.batch_size, env, workers, stride=model.max_stride)
-    evaluation = evaluate(
-        model,
-        family,
-        loader,
-        index,
-        data.names,
-        env,
-        conf_thres=config.conf_thres,
-        iou_thres=config.iou_thres,
-        max_det=config.max_det,
-        augment=config.augment,
-        single_cls=config.single_cls,
-        description=config.task,
-    )
-    loader.close()
+    with (
+        contextlib.closing(val_loader(dataset, config.batch_size, env, workers, stride=model.max_stride)) as loader,
+        deaths_explained(),
+    ):
+        evaluation = evaluate(
+            model,
+            family,
+            loader,
+            index,
+            data.names,
+            env,
+            conf_thres=config.conf_thres,
+            iou_thres=config.iou_thres,
+            max_det=config.max_det,
+            augment=config.augment,
+            single_cls=config.single_cls,
+            description=config.task,
+        )
     rows = evaluation.metrics.rows(data.names) if evaluation else []
     if evaluation is not None:
         if writes:
@@ -312,6 +333,7 @@ def _write(config: ValConfig, run_dir: Path, data: DataConfig, index: LabelIndex
     log = get_logger()
     rows = [row._asdict() for row in evaluation.metrics.rows(data.names)]
     write_report(run_dir, {config.split: index.report}, log)
+    UnreadableImages(run_dir).tell(config.split, evaluation.unreadable, NOTHING_FOUND, log)
     write_json(run_dir / "metrics.json", rows, indent=2)
     if config.save_txt:
         write_labels(run_dir, evaluation.images, index, config.save_conf)

@@ -46,11 +46,12 @@ FRESH, RESUMED = "new run", "resumed run"
 STARTED = """
 import os, sys
 import train
+from utils.errors import run_cli
 def first(run, batches, *others):
     next(batches)
     os._exit(0)
 train.train_epoch = first
-train.main(sys.argv[1:])
+run_cli(lambda: train.main(sys.argv[1:]))
 """
 
 

@@ -94,6 +94,18 @@ class Failing(Callback):
         return None
 
 
+class Losing(Callback):
+    """Takes files away when the first epoch is over."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = paths
+
+    def on_epoch_end(self, event: EpochEnd) -> Stop | None:
+        for path in self.paths if event.epoch == 0 else ():
+            os.unlink(path)
+        return None
+
+
 class FailingLater(Callback):
     """Fails when another one has."""
 
@@ -151,7 +163,12 @@ def main() -> None:
 
     nn.modules.module.register_module_forward_pre_hook(count)
     recorder = Recorder()
-    others: dict[str, list[Callback]] = {"stop": [Recorder(ask_after=1)], "fail": [Failing(), FailingLater()]}
+    lost = Path(folder, "lost")  # what the test has listed
+    others: dict[str, list[Callback]] = {
+        "stop": [Recorder(ask_after=1)],
+        "fail": [Failing(), FailingLater()],
+        "lose": [Losing(lost.read_text().splitlines() if lost.exists() else [])],
+    }
     try:
         train_with([recorder, *others[kind], Watcher()], *line)
     finally:

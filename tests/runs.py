@@ -16,6 +16,7 @@ import pandas as pd
 import torch
 
 import train
+from models.yolo import DetectionModel
 from tests.common import PROJECT
 from utils.resume import RESUMABLE_FLAGS
 from utils.torch_utils import load_checkpoint
@@ -54,6 +55,11 @@ def train_here(*arguments: object) -> None:
     """Train in this process, which saves the start of another one: some seconds."""
     with torch_settings_kept():
         train.main([str(argument) for argument in arguments])
+
+
+def sees_images(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> bool:
+    """For hooks: whether this is a network in a run's loop; before, networks are tried out on blank images."""
+    return isinstance(module, DetectionModel) and not inputs[0].is_meta and bool(inputs[0].any())
 
 
 def make_data(folder: Path, count: int = 10, val: int = 4) -> Path:

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from benchmarks import checkpoint
 from benchmarks.scaling import SIDE_BY_SIDE, SYNC_BN, TWO_RANKS, Bench, Settings, report, summarize
 from benchmarks.scaling_rank import cores
 from tests.common import PROJECT
-from tests.runs import CHILD_ENVIRONMENT, make_data
+from tests.runs import CHILD_ENVIRONMENT, make_data, torch_settings_kept
 from utils.errors import UserError
 
 
@@ -154,3 +156,62 @@ def test_scaling(tmp_path: Path) -> None:
     assert all(f"{name} " in printed for name in answers)
     assert files_below(tmp_path / "data") == before
     assert {path.name for path in tmp_path.iterdir()} == {"data", "scaling.json"}
+
+
+# What a checkpoint costs ----------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_measured(tmp_path: Path) -> None:
+    """What is written meanwhile is a whole state; the folder is gone."""
+    data = make_data(tmp_path / "data")
+    with torch_settings_kept():
+        figures = checkpoint.measure_copies(str(data), "yolov5n.yaml", 2)
+    assert {name: len(taken) for name, taken in figures["seconds"].items()} == {"memcpy": 2, "write": 2, "save": 2}
+    assert all(0 < spent < 10 for taken in figures["seconds"].values() for spent in taken)
+    weights = 4 * 1_766_623  # of yolov5n with two classes, in bytes; three times with averages and momentum
+    assert 3 * weights < figures["bytes"] < 3.1 * weights
+
+
+def test_tensors_of_nested_values() -> None:
+    one, two, three = (torch.full((size,), 1.0) for size in (1, 2, 3))
+    assert list(checkpoint.tensors_of({"a": one, "b": [1, (two, None)], "c": {0: three, "d": "x"}})) == [
+        one,
+        two,
+        three,
+    ]
+
+
+def test_checkpoint_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    copies = {"n": {"bytes": 1e6, "tensors": 3, "seconds": {"memcpy": [1.0, 2.0, 4.0], "write": [2.0, 2.0, 2.0]}}}
+    copies["n"]["seconds"]["save"] = [4.0, 7.0, 16.0]  # type: ignore[index]
+    starts = {checkpoint.FRESH: [2.0, 4.0, 2.0], checkpoint.RESUMED: [2.0, 4.4, 4.0]}
+    rows = checkpoint.summarize(copies, starts)
+    assert rows["n, write / memcpy"] == {"median": 1.0, "low": 0.5, "high": 2.0, "limit": 3.0}
+    assert rows["n, save / memcpy"] == {"median": 4.0, "low": 3.5, "high": 4.0, "limit": 3.0}
+    assert rows["start, resumed / new"] == {"median": 1.1, "low": 1.0, "high": 2.0, "limit": 1.5}
+    checkpoint.report(copies, starts, rows)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split("the limit of")[0].split()[-1] for line in said[-3:]] == ["within", "OVER", "within"]
+
+
+@pytest.mark.slow
+def test_checkpoint_benchmark(tmp_path: Path) -> None:
+    data = make_data(tmp_path / "data")
+    words = ["--data", data, "--cfg", "yolov5n.yaml", "--rounds", 1, "--starts", 1, "--json", tmp_path / "found.json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.checkpoint", *map(str, words)],
+        cwd=PROJECT,
+        env=CHILD_ENVIRONMENT | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {name: len(taken) for name, taken in found["starts"].items()} == {"new run": 1, "resumed run": 1}
+    assert all(0.5 < taken[0] < 120 for taken in found["starts"].values())
+    assert all(f"{name} " in done.stdout for name in found["ratios"])
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "found.json"}
+    with pytest.raises(UserError, match=r"it said:\n(?s:.*)error: --data nowhere\.yaml: "):
+        checkpoint.started(["--data", "nowhere.yaml"])

@@ -32,8 +32,7 @@ from utils.callbacks import (
     check_callbacks,
     check_picklable,
 )
-from utils.errors import UserError
-from utils.images import ImageError
+from utils.errors import LostDataError, UserError
 from utils.metrics import summarize
 from utils.run_events import class_maps
 from utils.torch_utils import load_checkpoint
@@ -270,7 +269,9 @@ def test_errors_of_others_are_told(data: Path, tmp_path: Path) -> None:
 
     own = Path(shutil.copytree(data.parent, tmp_path / "data")) / data.name
     callback = Saboteur()
-    with pytest.raises(ImageError, match="images") as info:
+    with pytest.raises(
+        LostDataError, match=r"images in a row, .*, could not be read, the last one was .*images/"
+    ) as info:
         train_with([callback], *flags(own, tmp_path / "runs", "--noplots", "--cache", "off"))
     assert callback.kinds() == ["TrainStart", "EpochEnd", "CheckpointSaved", "ExceptionRaised"]
     assert callback.events[-1].error is info.value

@@ -61,7 +61,7 @@ class Replayed(torch.autograd.Function):
         return (x * weight).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         with torch.no_grad():
             Replayed.place.copy_(ctx.x * gradient)
         return None, Replayed.place.detach()
@@ -82,7 +82,7 @@ def test_gradients_add_up() -> None:
 @pytest.mark.parametrize("precision", ["off", "fp16"])
 def test_same_as_eager(precision: str) -> None:
     """R6: outputs, gradients of a window of two batches, and BatchNorm's statistics."""
-    plain, graphed = (yolov5n(2, ["a", "b"]).to(CUDA, memory_format=torch.channels_last) for _ in range(2))
+    plain, graphed = (yolov5n(2, ["a", "b"]).to(CUDA).to(memory_format=torch.channels_last) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     batches = [
         YOLOV5.inputs.prepare(torch.randint(0, 255, (2, 3, 64, 64), dtype=torch.uint8, generator=generator).to(CUDA))

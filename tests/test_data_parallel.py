@@ -13,7 +13,7 @@ from tests.test_val import yolov5n
 from utils.config import TrainConfig
 from utils.data_parallel import replica_devices, replicate
 from utils.errors import UserError
-from utils.resume import resume
+from utils.resume import STATE_KEYS, resume
 from utils.steps import Precision
 from utils.torch_utils import ALONE, DistEnv, save_checkpoint
 
@@ -64,8 +64,8 @@ def test_resumed_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     state = {"epoch": 1, "stopped": False}
     config = {"epochs": 3, "dp": True, "device": "0,1"}
-    rest: dict[str, dict[str, int]] = {key: {} for key in ("model", "ema", "optimizer", "spec", "names", "hyp")}
-    save_checkpoint({"state": state, "config": config, **rest}, tmp_path / "weights/last.pt")
+    rest: dict[str, dict[str, int]] = {key: {} for key in STATE_KEYS}
+    save_checkpoint({**rest, "state": state, "config": config}, tmp_path / "weights/last.pt")
     for more, expected in (({}, ("0,1", True)), ({"device": "cpu"}, ("cpu", False)),
                            ({"device": "1,2", "dp": True}, ("1,2", True))):  # fmt: skip
         resumed, _ = resume({"resume": str(tmp_path), **more})

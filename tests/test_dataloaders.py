@@ -315,17 +315,17 @@ def test_close_ends_the_workers(index: LabelIndex) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_broken_image_ends_the_run_with_its_path(tmp_path: Path, workers: int) -> None:
-    """Only decoding tells that these pixels are damaged: one sentence, without the traceback of a worker."""
+    """With --strict: one sentence, without the traceback of a worker; without it see test_data_at_run_time."""
     index = make_jpegs(tmp_path, mixed_shapes(6))
     Path(index.path(4)).write_bytes(b"no image")
-    want = rf"^{re.escape(index.path(4))}: cannot be decoded, although its first bytes are right; replace .*it$"
+    want = rf"^{re.escape(index.path(4))}: cannot be decoded, although it could be read .* \(--strict\); replace .*it$"
     with (
-        closing(train_loader(DetectionDataset(index, OFF, Hyp(), 64), 6, DistEnv(), workers)) as batches,
+        closing(train_loader(DetectionDataset(index, OFF, Hyp(), 64, strict=True), 6, DistEnv(), workers)) as batches,
         pytest.raises(UserError, match=want),
     ):
         next(batches)
     with (
-        closing(val_loader(DetectionDataset(index, OFF, None, 64), 6, DistEnv(), workers)) as loader,
+        closing(val_loader(DetectionDataset(index, OFF, None, 64, strict=True), 6, DistEnv(), workers)) as loader,
         pytest.raises(UserError, match=want),
     ):
         list(loader)

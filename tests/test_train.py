@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 import train
+from models.families import YOLOV5
 from models.yolo import DetectionModel
 from tests.common import PROJECT
 from tests.runs import (
@@ -26,17 +29,20 @@ from tests.runs import (
     launch,
     make_data,
     results,
+    sees_images,
     torch_settings_kept,
     train_here,
 )
-from utils.config import TrainConfig
+from utils.checkpoint_files import non_finite
+from utils.config import TrainConfig, find_yaml, load_yaml
 from utils.console import RunClock
 from utils.data_config import build_train_config
-from utils.errors import UserError
+from utils.errors import NO_PROGRESS, DivergedError, NotWrittenError, UserError, ended_by
 from utils.flags import given_flags
-from utils.resume import RESUMABLE_FLAGS
+from utils.resume import RESUMABLE_FLAGS, STATE_KEYS
 from utils.run_events import train_start
-from utils.torch_utils import load_checkpoint, process_group
+from utils.run_state import StateView
+from utils.torch_utils import load_checkpoint, process_group, save_checkpoint
 
 FIGURES = ["metrics/precision", "metrics/recall", "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"]
 
@@ -251,9 +257,82 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
 ) -> None:
     shutil.move(stopped / "weights/epoch1.pt", stopped / "weights/last.prev.pt")
     (stopped / "weights/last.pt").write_bytes((stopped / "weights/last.pt").read_bytes()[:-1000])
+    named = mistake("--resume", stopped / "weights/last.pt")  # it is that file that is wanted, and no other
+    assert named.startswith(f"--resume {stopped}/weights/last.pt is damaged or not a checkpoint: ")
     train_here("--resume", stopped)
     assert_same_run(whole, stopped)
     assert "WARNING: " in (said := capsys.readouterr().out) and "last.pt is damaged" in said
+
+
+def without(*keys: str) -> Callable[[dict[str, Any]], None]:
+    """A change that takes the last key away, from the place that the ones before it lead to."""
+
+    def change(saved: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            saved = saved[key]
+        del saved[keys[-1]]
+
+    return change
+
+
+def with_optimizer_of_another_network(saved: dict[str, Any]) -> None:
+    saved["optimizer"]["param_groups"][0]["params"].pop()
+
+
+NOT_OURS = r"last\.pt: its state is not as this program saves it \(\w+: .*\); go on with the version that saved it"
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    **{key: (without(key), f"no state of a run, {key} is missing") for key in sorted(STATE_KEYS - {"optimizer"})},
+    "optimizer": (without("optimizer"), "weights for use, not to go on from"),
+    "epoch": (without("state", "epoch"), "no state of a run, epoch is missing"),
+    "weight": (without("model", "model.0.conv.weight"), r"the weights don't fit the network, 1 tensors differ"),
+    "averaged weight": (without("ema", "module", "model.0.conv.weight"), NOT_OURS),
+    "generator": (without("rng", "numpy"), NOT_OURS),
+    "moments": (with_optimizer_of_another_network, NOT_OURS),
+    "newer state": (lambda saved: saved["state"].update(shown=3), NOT_OURS),
+    "names": (lambda saved: saved.update(names=["red", "blue"]), "the class names in .*data.yaml are no longer those"),
+    "count": (lambda saved: saved.update(names=["blue", "red", "green"]), "the class names in .*data.yaml are no "),
+    "spec": (lambda saved: saved["spec"].update(width_multiple=0.5), "the weights don't fit the network"),
+    "flag": (lambda saved: saved["config"].update(colour=3), "colour"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_resume_from_what_does_not_fit(stopped: Path, change: str) -> None:
+    """One line and status 2, as for all UserErrors; nothing is changed (ultralytics/ultralytics#3439)."""
+    path = stopped / "weights/last.pt"
+    saved = load_checkpoint(path)
+    CHANGES[change][0](saved)
+    save_checkpoint(saved, path, keep_previous=False)
+    before = {file: file.read_bytes() for file in stopped.rglob("*") if file.is_file() and file.name[0] != "."}
+    for named in (stopped, path):
+        message = mistake("--resume", named)
+        assert re.search(CHANGES[change][1], message), message
+        assert "\n" not in message
+    assert {file: file.read_bytes() for file in stopped.rglob("*") if file.is_file() and file.name[0] != "."} == before
+
+
+def test_resume_from_a_newer_program(stopped: Path) -> None:
+    path = stopped / "weights/last.pt"
+    torch.save({"checkpoint_format": 2, "digest": ""}, path)
+    for named in (stopped, path):
+        message = mistake("--resume", named)
+        assert message.endswith("last.pt has format 2, this program reads up to 1; use a newer version")
+
+
+def test_what_a_resume_needs_is_what_is_saved(whole: Finished) -> None:
+    assert STATE_KEYS | {"run_dir"} == whole.last.keys()
+
+
+@pytest.mark.parametrize("cfg", ["yolov5n", "yolov5n6", "yolov3-tiny"])
+def test_state_view_is_the_state_dict(cfg: str) -> None:
+    """Names, their order, and the very tensors, also after one was replaced."""
+    model = YOLOV5.build(load_yaml(find_yaml(cfg, "model")), 2, ["a", "b"])
+    view = StateView(model)
+    norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
+    norm.running_var = torch.ones_like(norm.running_var) * 2  # type: ignore[arg-type]
+    found, expected = view.tensors(), model.state_dict()
+    assert list(found) == list(expected)
+    assert [tensor.data_ptr() for tensor in found.values()] == [tensor.data_ptr() for tensor in expected.values()]
 
 
 def test_a_finished_run_is_not_resumed(whole: Finished, tmp_path: Path) -> None:
@@ -468,6 +547,115 @@ def test_a_window_with_nan_leaves_no_trace(
         assert "the checkpoint before it stays" in said
         assert run.state.best_fitness == -1.0  # else best.pt would wait for better weights than were saved
         assert results(run.run_dir)["epoch"].tolist() == [0, 1, 2, 3]
+
+
+def spoil_forward(start: int) -> RemovableHandle:
+    """Make all outputs of networks that train NaN, from this forward pass of the loop on."""
+    count = 0
+
+    def hook(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        nonlocal count
+        if not (sees_images(module, inputs) and module.training):
+            return None
+        count += 1
+        return [output * float("nan") for output in outputs] if count > start else None
+
+    return nn.modules.module.register_module_forward_hook(hook)
+
+
+@pytest.mark.parametrize("windows", ["of one micro-batch", "of many"])
+def test_a_run_that_gets_nowhere_ends(
+    data: Path, tmp_path: Path, windows: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After ten windows in a row: saved as before them, images named, with the status that means "not again".
+
+    ultralytics/ultralytics#19357 (NaN for the rest of the run, hidden), ultralytics/ultralytics#24986. Windows of many
+    micro-batches are not over when the notes on skipped ones are read.
+    """
+    if windows == "of many":
+        data = make_data(tmp_path / "data", count=60, val=2)
+        line = flags(data, tmp_path, "--batch 1 --nbs 16 --epochs 9 --noval")
+        good = 25  # micro-batches
+    else:
+        line, good = flags(data, tmp_path, "--nbs 4 --epochs 9"), 3
+    with spoil_forward(good), pytest.raises(DivergedError) as info:
+        train_here(*line)
+    assert ended_by(info.value) == NO_PROGRESS == 93
+    last = tmp_path / "run/weights/last.pt"
+    assert str(info.value).startswith("the last 1")
+    assert f"The weights of before are in {last}: look at the images that were named" in str(info.value)
+    saved = load_checkpoint(last)
+    assert saved["state"]["since_step"] == 0
+    assert saved["ema"]["skipped"] >= 10
+    assert not [name for key in ("model", "ema", "optimizer") for name in non_finite(saved[key], key)]
+    if windows != "of many":
+        assert saved["state"]["step"] == 3 + 12  # looked at after each epoch
+        first = load_checkpoint(last.with_name("best.pt"))
+        assert first["state"]["epoch"] == 1
+        assert not differences(first["model"], saved["model"])
+    said = capsys.readouterr().out
+    warned = re.findall(
+        r"^WARNING: the loss was not finite in optimizer step ([\d, ]+), with these images: (.*)$", said, re.M
+    )
+    steps = [int(step) for numbers, _ in warned for step in numbers.split(", ")]
+    assert len(steps) - saved["ema"]["skipped"] in (0, -1)  # notes read within a window: it is the last one
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
+    images = {path for _, paths in warned for path in paths.split(", ") if path != "..."}
+    assert images <= {str(path) for path in (data.parent / "images/train").iterdir()}
+    assert len(images) >= 8
+
+
+@pytest.mark.parametrize("part", ["statistics", "averages"])
+def test_what_only_the_state_shows(data: Path, tmp_path: Path, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A NaN in running statistics, or in the averaged weights, spoils no loss; it is found when the state is saved.
+
+    ultralytics/ultralytics#24615. What was saved before stays, and the run does not end as if all were well.
+    """
+    calls = 0
+
+    def spoil(module: nn.Module, inputs: Any) -> None:
+        nonlocal calls
+        if sees_images(module, inputs) and module.training is (part == "statistics"):
+            calls += 1
+            if calls == {"statistics": 4, "averages": 2}[part]:  # in the second epoch, in training or validation
+                module.get_buffer("model.3.bn.running_var")[2] = float("nan")
+
+    line = flags(data, tmp_path, "--epochs 3 --val-batch 4")
+    with nn.modules.module.register_module_forward_pre_hook(spoil), pytest.raises(NotWrittenError):
+        train_here(*line)
+    said = capsys.readouterr().out
+    place = "model.model.3.bn.running_var" if part == "statistics" else "ema.module.model.3.bn.running_var"
+    assert said.count(f"last.pt was not written: {place} holds NaN or infinity") == 2
+    assert said.count("the checkpoint before it stays") == 2
+    weights = tmp_path / "run/weights"
+    for name in ("last.pt", "best.pt"):
+        saved = load_checkpoint(weights / name)
+        assert saved["state"]["epoch"] == 1
+        assert not non_finite(saved["model"], "")
+    assert sorted(path.name for path in weights.iterdir()) == ["best.pt", "last.pt"]
+    assert results(tmp_path / "run")["epoch"].tolist() == [0, 1, 2]
+
+
+# The thread that writes -----------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_writer_ends_the_run(data: Path, tmp_path: Path) -> None:
+    """At the next window; it would else save nothing any more, in silence."""
+    config = build_train_config(given_flags(TrainConfig, flags(data, tmp_path, "--nbs 4")))
+    with torch_settings_kept(), process_group("cpu") as env, contextlib.ExitStack() as stack:
+        run = train.set_up(config, env)
+        stack.callback(run.writer.close)
+        batches, val_batches = train.open_loaders(run, stack)
+        clock = RunClock(3, 0)
+        run.callbacks.train_start(train_start(run, train.LOSSES, resumed=False))
+        losses = train.train_epoch(run, batches, clock)
+        run.raw_model.yaml["made"] = tmp_path  # no plain value
+        train.end_epoch(run, losses, val_batches, clock)
+        with contextlib.suppress(TypeError):
+            run.writer.close()
+        with pytest.raises(TypeError, match=r"state\['spec'\]\['made'\] is of type \w*Path"):
+            train.train_epoch(run, batches, clock)
+        assert run.state.batch == 1
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------

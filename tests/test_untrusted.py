@@ -253,6 +253,21 @@ def test_giants_in_a_networks_settings(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("row", "changes", "words"),
+    [
+        ([-1, 1, "C3", [50_000]], {"width_multiple": 0.4}, "parameters, more than 1073741824"),
+        ([-1, 1, "Conv", [64, 3, 2]], {"width_multiple": 1e6}, "channels, more than 65536"),
+        ([-1, 2, "C3", [64]], {"depth_multiple": 1e6}, "times, more than 256"),
+        ([-1, 1, "SPP", [128, [5] * 300]], {}, "has 300 items, more than 256"),
+        ([-1, 1, "Conv", [128, 70_000, 2]], {}, "it must be at most 65536"),
+    ],
+    ids=["parameters", "channels", "repeats", "items", "numbers"],
+)
+def test_limits_of_networks(row: Any, changes: dict[str, Any], words: str) -> None:
+    refused(lambda: DetectionModel(network(row, **changes), 2, ["a", "b"]), words)
+
+
 # Lists of images ------------------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from typing import IO, Any, NamedTuple
 from tqdm import tqdm
 
 from utils.errors import UserError
+from utils.heartbeat import beat
 
 PIECE = 1 << 18  # bytes copied at a time
 LONGEST_HEADER = 1 << 20  # bytes of one name or header of a tar
@@ -170,6 +171,7 @@ def _write_all(places: dict[tuple[str, ...], Entry], folder: Path, name: str) ->
             try:
                 with entry.open() as source:
                     while left > 0 and (piece := source.read(min(PIECE, left))):
+                        beat()
                         target.write(piece)
                         left -= len(piece)
                     if left or source.read(1):

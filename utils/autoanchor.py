@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from utils.heartbeat import beating
+
 Floats = NDArray[np.float64]
 
 GOOD_RECALL = 0.98  # best possible recall from which anchors are kept as they are
@@ -112,7 +114,7 @@ def _kmeans(sizes: Floats, k: int, rng: np.random.Generator) -> Floats:
         more = distinct[rng.integers(len(distinct), size=k - len(distinct))]
         return np.concatenate([distinct, more * rng.uniform(0.5, 2.0, more.shape)]) * spread
     centers = distinct[rng.choice(len(distinct), k, replace=False)]
-    for _ in range(KMEANS_ROUNDS):
+    for _ in beating(range(KMEANS_ROUNDS)):
         distances = ((points[:, None] - centers) ** 2).sum(axis=2)  # (M, K)
         owner = distances.argmin(axis=1)
         counts = np.bincount(owner, minlength=k)
@@ -132,7 +134,7 @@ def _evolve(anchors: Floats, sizes: Floats, anchor_t: float, rng: np.random.Gene
 
     best = np.log(anchors)
     best_score = score(best)
-    for _ in range(GENERATIONS):
+    for _ in beating(range(GENERATIONS)):
         factors = np.clip(1 + SPREAD * rng.standard_normal(best.shape), *FACTORS)
         candidate = best + np.where(rng.random(best.shape) < MUTATED, np.log(factors), 0.0)
         candidate_score = score(candidate)

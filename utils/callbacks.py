@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from utils.config import LOGGERS
 from utils.errors import Problems, UserError
+from utils.heartbeat import Phase, beat
 from utils.logging import get_logger
 
 # Events ---------------------------------------------------------------------------------------------------------------
@@ -264,6 +265,7 @@ class Callbacks:
             self._tell(callback, "on_train_end", event)
 
     def _tell(self, callback: Callback, hook: str, event: object) -> Stop | None:
+        beat(Phase.FILES)
         try:
             answer = getattr(callback, hook)(event)
             may_stop = hook == "on_epoch_end" and callback.may_stop

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from utils.checkpoint_files import NonFiniteError, check_finite, write_checkpoint
+from utils.heartbeat import Phase, beat, beating
 from utils.logging import get_logger
+
+PATIENCE = 600  # seconds for which a write is slow rather than stuck
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,10 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait until nothing is being written."""
         if self._writing is not None:
+            beat(Phase.SAVING)
+            for _ in beating(range(PATIENCE)):
+                if futures.wait([self._writing], 1.0).done:
+                    break
             futures.wait([self._writing])
             written, self._writing = self._writing, None
             written.result()  # raises what was raised in the thread

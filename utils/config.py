@@ -170,6 +170,12 @@ class TrainConfig:
         None, "device", "BatchNorm over the images of all ranks; automatic = as the network family has it (YOLOv5: yes)"
     )
     dist_timeout: int = flag(10_800, "device", "seconds that a rank waits for the others", low=1)
+    stall_warning: float = flag(
+        60.0, "device", "say which rank is stuck after so many seconds without progress; 0 = never", low=0
+    )
+    stall_timeout: float = flag(
+        900.0, "device", "end a run that is stuck after so many seconds without progress; 0 = never", low=0
+    )
     max_restarts: int = flag(0, "device", "go on by itself after a process died, so many times", low=0)
     amp: str = flag("auto", "device", "precision of the forward pass", choices=("auto", "bf16", "fp16", "off"))
     deterministic: bool | None = flag(None, "device", "bit-identical repeats; automatic = on the CPU")

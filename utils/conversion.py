@@ -18,6 +18,7 @@ from xml.parsers import expat
 from tqdm import tqdm
 
 from utils.errors import UserError
+from utils.heartbeat import beating
 
 LARGEST_JSON = 1 << 30  # bytes; COCO's largest has 0.45 GB
 LARGEST_XML, DEEPEST_XML = 1 << 20, 20
@@ -92,7 +93,7 @@ def read_coco(path: Path, names: Sequence[str]) -> dict[str, str]:
         sizes = {image["id"]: _image_size(image) for image in content["images"]}
         files = {image["id"]: _plain_name(image["file_name"]) for image in content["images"]}
         rows: dict[Any, list[str]] = {image: [] for image in sizes}
-        for annotation in content["annotations"]:
+        for annotation in beating(content["annotations"]):
             if annotation.get("iscrowd"):
                 continue
             x, y, w, h = map(_number, annotation["bbox"])
@@ -138,7 +139,8 @@ def _plain_name(name: Any) -> str:
 
 def _write_labels(folder: Path, labels: Mapping[str, str]) -> None:
     folder.mkdir(parents=True)
-    for name, text in tqdm(labels.items(), f"labels of {folder.name}", unit="files", disable=None, leave=False):
+    shown = tqdm(labels.items(), f"labels of {folder.name}", unit="files", disable=None, leave=False)
+    for name, text in beating(shown):
         path = folder / f"{os.path.splitext(name)[0]}.txt"
         path.write_text(text, encoding="utf-8", newline="\n")
 
@@ -170,7 +172,7 @@ def convert_voc(source: Path, target: Path, names: Sequence[str]) -> None:
         stems = [stem for stem in _stems(place / "ImageSets" / "Main" / f"{kind}.txt") if _is_there(place, stem)]
         if not stems:  # an archive may list images that are in another one
             continue
-        _write_labels(target / "labels" / split, {stem: _voc_labels(place, stem, names) for stem in stems})
+        _write_labels(target / "labels" / split, {stem: _voc_labels(place, stem, names) for stem in beating(stems)})
         (target / "images" / split).mkdir(parents=True)
         for stem in stems:
             (place / "JPEGImages" / f"{stem}.jpg").rename(target / "images" / split / f"{stem}.jpg")

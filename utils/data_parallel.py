@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.devices import as_typed, parse_device
 from utils.errors import UserError
+from utils.heartbeat import waiting
 from utils.logging import get_logger
 from utils.steps import Precision
 from utils.torch_utils import DistEnv
@@ -67,9 +68,22 @@ def accumulating(model: nn.Module, step_now: bool) -> AbstractContextManager[Non
         model: from `wrap`.
         step_now: whether an optimizer step follows.
     """
-    if step_now or not isinstance(model, DistributedDataParallel):
+    if not isinstance(model, DistributedDataParallel):
         return nullcontext()
-    return model.no_sync()
+    return _joined(model) if step_now else model.no_sync()
+
+
+@contextmanager
+def _joined(model: nn.Module) -> Iterator[None]:
+    """Let a rank count as waiting from when it has the gradient of its first layer, which comes last."""
+    first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+    hook = first.register_hook(lambda _: waiting.enter()) if first.device.type == "cpu" else None
+    try:
+        yield
+    finally:
+        if hook is not None:  # elsewhere it is the device that waits
+            hook.remove()
+            waiting.leave()
 
 
 def _pass(model: nn.Module, env: DistEnv, precision: Precision, images: Tensor) -> None:

@@ -12,6 +12,9 @@ from utils.errors import UserError
 
 REPORT_FILE = "data_report.csv"  # in a run folder
 SHOWN = 10  # problems of a split on the terminal
+# What is done with one image that can't be read any more, and with several: in training and in validation.
+REPLACED = ("was replaced", "were replaced")
+NOTHING_FOUND = ("counts as one without detections", "count as ones without detections")
 
 
 class Problem(NamedTuple):
@@ -113,3 +116,51 @@ def write_report(run_dir: Path, reports: Mapping[str, ScanReport], logger: loggi
             logger.info(f"every problem of the data is listed in {path}")
     except OSError as error:
         raise UserError(f"{path} can't be written: {error.strerror}") from error
+
+
+class UnreadableImages:
+    """Tells of images that could not be read while a run went on: once of each file, and in each epoch how many.
+
+    Args:
+        run_dir: its report gets them as well.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._told: set[str] = set()
+
+    def tell(self, split: str, found: Mapping[str, str], done: tuple[str, str], logger: logging.Logger) -> None:
+        """Log how many there were, and name those that were not there before; nothing if there were none.
+
+        Args:
+            split: that they belong to.
+            found: reason by file, of one epoch or validation.
+            done: REPLACED or NOTHING_FOUND.
+            logger: where the line goes.
+        """
+        if not found:
+            return
+        new = {path: reason for path, reason in sorted(found.items()) if path not in self._told}
+        self._told |= new.keys()
+        names = ", ".join(shortened([f"{path} ({new[path]})" for path in list(new)[:SHOWN]], len(new)))
+        several = len(found) > 1
+        text = f"{len(found)} image{'s' * several} of {split} could not be read and {done[several]}"
+        if len(new) < len(found):
+            text += f", {len(new)} of them for the first time" if new else ", as before"
+        logger.warning(f"{text}: {names}" if new else text)
+        if new:
+            problems = [
+                Problem(path, 0, reason, f"could not be read in the run and {done[0]}") for path, reason in new.items()
+            ]
+            self._append(split, problems, logger)
+
+    def _append(self, split: str, problems: Sequence[Problem], logger: logging.Logger) -> None:
+        path = self._run_dir / REPORT_FILE
+        try:
+            text = report_csv({split: problems})
+            if path.exists():
+                text = text.partition("\n")[2]  # the head is there
+            with path.open("a", encoding="utf-8", errors="surrogateescape") as file:
+                file.write(text)
+        except OSError as error:
+            logger.warning(f"{path} can't be written: {error.strerror}")

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from utils.archives import unpack
@@ -22,6 +22,7 @@ from utils.conversion import convert_coco, convert_voc
 from utils.data_config import DataConfig, is_fetched, load_data, missing_paths
 from utils.downloads import check_online, fetch, fetch_weights, file_name, locked
 from utils.errors import UserError, run_cli
+from utils.heartbeat import beat
 from utils.logging import get_logger
 from utils.published import Published, archive_at
 
@@ -126,6 +127,7 @@ def _check_digest(path: Path, file: Published) -> None:
     found = hashlib.new(kind, usedforsecurity=False)
     with path.open("rb") as opened:
         while piece := opened.read(PIECE):
+            beat()
             found.update(piece)
     if found.hexdigest() != wanted:
         raise UserError(f"{path} is damaged or not the published file: its {kind} is {found.hexdigest()}; remove it")
@@ -146,11 +148,25 @@ def _run_script(data: DataConfig) -> None:
     command = ["bash", "-c", data.script] if shell else [sys.executable, "-c", data.script]
     variables = {"LOCKSTEP_DATA": str(data.root), "LOCKSTEP_DATA_YAML": str(data.path)}
     with contextlib.suppress(FileNotFoundError):
-        status = subprocess.run(command, env=os.environ | variables, stdin=subprocess.DEVNULL, check=False).returncode
+        status = _run_patiently(command, variables)
         if status:
             raise UserError(f"{data.path}: the script of download ended with status {status}")
         return
     raise UserError(f"{data.path}: the script of download needs {command[0]}, which is not there")
+
+
+def _run_patiently(command: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Run a program that may take long, and return its status; it ends with what ends the wait for it."""
+    process = subprocess.Popen(command, env=os.environ | dict(variables), stdin=subprocess.DEVNULL)
+    try:
+        while True:
+            beat()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(1.0)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
 
 
 def main(argv: Sequence[str]) -> int:

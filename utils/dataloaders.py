@@ -15,26 +15,27 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from utils import augmentations
 from utils.config import Hyp
 from utils.dataset import LabelIndex, read_image
-from utils.errors import UserError
-from utils.forks import fork_context
+from utils.errors import LostDataError, UserError
+from utils.forks import fork_context, name_process
 from utils.image_cache import ImageCache
 from utils.images import ImageError
 from utils.interrupts import STOP_SIGNALS, interrupts_held
+from utils.loader_notes import NO_IMAGE, LoaderNotes
 from utils.polygons import Polygons
 from utils.torch_utils import ALONE, DistEnv, gather_objects, once_per_machine
 
@@ -47,6 +48,7 @@ PREFETCH_BATCHES = 2  # per worker
 WORKER_NICENESS = 10
 WORKER_PATIENCE = 60  # seconds that a worker serves on after SIGTERM: as long as the launcher waits for a run to save
 MULTI_SCALE = (0.5, 1.5)  # of the image size
+SUBSTITUTES = 8  # images that are tried in the place of one that can't be read, before that is an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,13 @@ class SampleRequest:
     width: int
 
 
+class Unreadable(NamedTuple):
+    """An image that could not be read: its place in the label index, and the reason."""
+
+    image: int
+    reason: str
+
+
 class Sample(NamedTuple):
     """The answer to a request.
 
@@ -76,12 +85,14 @@ class Sample(NamedTuple):
         image: (H, W, 3) uint8 BGR.
         labels: (n, 5) float32 [class, cx, cy, w, h] cxcywhn of the image; (0, 5) without labels.
         geometry: [h0, w0, ratio, pad_left, pad_top]; see ``Batch``.
+        unreadable: images that are not in it, for they could not be read.
     """
 
     request: SampleRequest
     image: np.ndarray
     labels: np.ndarray
     geometry: tuple[float, float, float, float, float]
+    unreadable: Sequence[Unreadable] = ()
 
 
 class Batch(NamedTuple):
@@ -90,11 +101,13 @@ class Batch(NamedTuple):
     Attributes:
         images: (B, 3, H, W) uint8 RGB, channels last in memory as images are, and as networks are fastest with.
         targets: (T, 6) float32 [image, class, cx, cy, w, h], cxcywhn of the network input; image indexes this batch.
-        indices: (B,) int64, the images' places in the label index.
+        indices: (B,) int64, the places in the label index of the images that were asked for.
         epoch: 0-based.
         k: number of the batch in its epoch (training) or in the split (validation).
         geometry: (B, 5) float32 [h0, w0, ratio, pad_left, pad_top]: the original's size in pixels, its enlargement and
             the padding before it in pixels of the network input. Zeros in training.
+        unreadable: images that are not in it, for they could not be read: in training others are in their place, in
+            validation grey.
     """
 
     images: Tensor
@@ -103,21 +116,28 @@ class Batch(NamedTuple):
     epoch: int
     k: int
     geometry: Tensor
+    unreadable: Sequence[Unreadable] = ()
 
 
-def _generator(seed: int, epoch: int, position: int, batch: int = 0) -> np.random.Generator:
+def _generator(seed: int, epoch: int, position: int, number: int = 0) -> np.random.Generator:
     """Philox (Salmon et al. 2011) with (seed, epoch) as key and the position in the counter's highest word.
 
-    A stream counts up from there in the lower words, so it would take 2^128 blocks to run into another one's numbers.
+    A stream counts up from there in the lower words, so it would take 2^128 blocks to run into another one's numbers,
+    and 2^64 into those of the same position with another ``number``.
     """
     key = np.array([seed, epoch], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, batch, position], np.uint64)))
+    return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, number, position], np.uint64)))
 
 
 def sample_rng(seed: int, epoch: int, position: int) -> np.random.Generator:
     """All random numbers of the sample at ``position`` (not wrapped) of ``epoch``; seed and epoch are not negative."""
     assert position < SHAPE_POSITION
     return _generator(seed, epoch, position)
+
+
+def substitutes_rng(seed: int, epoch: int, position: int, number: int) -> np.random.Generator:
+    """Images in the place of the one of a sample that can't be read; ``number``: how many of it could not before."""
+    return _generator(seed, epoch, position, 1 + number)
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
@@ -316,6 +336,12 @@ class DetectionDataset(Dataset[Sample]):
         imgsz: longer side of the resized images, pixels.
         seed: of the run.
         rect: rectangular training: no mosaic.
+        strict: whether an image that can't be read ends the run. Else another one takes its place in training; in
+            validation it is grey.
+
+    Attributes:
+        note: told which image is being read or made a sample of, by its place in the label index, and NO_IMAGE after
+            that.
     """
 
     def __init__(
@@ -326,6 +352,7 @@ class DetectionDataset(Dataset[Sample]):
         imgsz: int,
         seed: int = 0,
         rect: bool = False,
+        strict: bool = False,
     ) -> None:
         self.index = index
         self.cache = cache
@@ -333,51 +360,100 @@ class DetectionDataset(Dataset[Sample]):
         self.imgsz = imgsz
         self.seed = seed
         self.rect = rect
+        self.strict = strict
+        self.note: Callable[[int], None] = _nobody_asks
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __getitem__(self, request: SampleRequest) -> Sample:
-        if self.hyp is None:
-            return self._validation_sample(request)
+        sample = self._validation_sample(request) if self.hyp is None else self._training_sample(request, self.hyp)
+        self.note(NO_IMAGE)
+        return sample
+
+    def _training_sample(self, request: SampleRequest, hyp: Hyp) -> Sample:
         rng = sample_rng(self.seed, request.epoch, request.position)
-        image, labels = self._augmented(request, self.hyp, rng)
-        image = augmentations.adjust_hsv(image, self.hyp, rng)
-        image, labels = augmentations.flip(image, labels, self.hyp, rng)
+        unreadable: list[Unreadable] = []
+        image, labels = self._augmented(request, hyp, rng, unreadable)
+        image = augmentations.adjust_hsv(image, hyp, rng)
+        image, labels = augmentations.flip(image, labels, hyp, rng)
         labels = augmentations.labels_to_normalized(labels, request.height, request.width)
-        return Sample(request, image, labels, (0.0, 0.0, 0.0, 0.0, 0.0))
+        return Sample(request, image, labels, (0.0, 0.0, 0.0, 0.0, 0.0), unreadable)
 
     def load(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Image ``i`` with its longer side at the image size, and its labels.
 
         The image is (h, w, 3) uint8 BGR and may be the cache's own, not to be written to; the labels are (n, 5)
         [class, x1, y1, x2, y2] pixels, a copy.
+
+        Raises:
+            ImageError: it is gone, or not what it was when the index was made.
         """
+        self.note(i)
         image = self.cache.get(i)
         if image is None:
+            height, width = self.index.shapes[i].tolist()
             shrink = cv2.INTER_AREA if self.hyp is None else cv2.INTER_LINEAR
-            image = augmentations.resize_longest(read_image(self.index.path(i)), self.imgsz, shrink)
+            image = augmentations.resize_longest(read_image(self.index.path(i), (height, width)), self.imgsz, shrink)
             self.cache.put(i, image)
         return image, augmentations.labels_to_pixels(self.index.labels(i), *image.shape[:2])
 
-    def _augmented(self, request: SampleRequest, hyp: Hyp, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def _load_or_replace(
+        self, i: int, request: SampleRequest, unreadable: list[Unreadable]
+    ) -> tuple[int, np.ndarray, np.ndarray]:
+        """Image ``i``, or one in its place that can be read, a function of the request: its number, and as of `load`.
+
+        Args:
+            i: place in the label index.
+            request: of the sample.
+            unreadable: images of the sample that could not be read; grows.
+
+        Raises:
+            LostDataError: too many others can't be read either.
+        """
+        substitutes = None
+        for _ in range(1 + SUBSTITUTES):
+            try:
+                return i, *self.load(i)
+            except ImageError as error:
+                if self.strict:
+                    raise
+                if substitutes is None:
+                    substitutes = substitutes_rng(self.seed, request.epoch, request.position, len(unreadable))
+                unreadable.append(self._unreadable(i, error))
+                i = int(substitutes.integers(len(self)))
+        last = unreadable[-1]
+        raise LostDataError(
+            f"{1 + SUBSTITUTES} images in a row, drawn at random, could not be read, the last one was "
+            f"{self.index.path(last.image)}: {last.reason}; is the disk with the data still there?"
+        )
+
+    def _unreadable(self, i: int, error: ImageError) -> Unreadable:
+        return Unreadable(i, " ".join(str(error).removeprefix(f"{self.index.path(i)}: ").split()))
+
+    def _augmented(
+        self, request: SampleRequest, hyp: Hyp, rng: np.random.Generator, unreadable: list[Unreadable]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The geometric part of a training sample: mosaic, maybe mixed with a second one, or a single image."""
         if self.rect or rng.random() >= hyp.mosaic:
-            image, labels = self.load(request.index)
-            outlines = self._outlines(request.index, image)
+            i, image, labels = self._load_or_replace(request.index, request, unreadable)
+            outlines = self._outlines(i, image)
             return augmentations.letterbox_warp(image, labels, (request.height, request.width), hyp, rng, outlines)
-        sample = self._mosaic(request.index, request.height, hyp, rng)
+        sample = self._mosaic(request.index, request, hyp, rng, unreadable)
         if rng.random() < hyp.mixup:
-            second = self._mosaic(int(rng.integers(len(self))), request.height, hyp, rng)
+            second = self._mosaic(int(rng.integers(len(self))), request, hyp, rng, unreadable)
             sample = augmentations.mixup(sample, second, rng)
         return sample
 
-    def _mosaic(self, i: int, side: int, hyp: Hyp, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def _mosaic(
+        self, i: int, request: SampleRequest, hyp: Hyp, rng: np.random.Generator, unreadable: list[Unreadable]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Image ``i`` with three partners from the whole set, in random places."""
         members = rng.permutation([i, *rng.integers(len(self), size=3)]).tolist()
-        samples = [self.load(member) for member in members]
-        outlines = [self._outlines(member, image) for member, (image, _) in zip(members, samples, strict=True)]
-        return augmentations.mosaic(samples, side, hyp, rng, outlines)
+        loaded = [self._load_or_replace(member, request, unreadable) for member in members]
+        samples = [(image, labels) for _, image, labels in loaded]
+        outlines = [self._outlines(member, image) for member, image, _ in loaded]
+        return augmentations.mosaic(samples, request.height, hyp, rng, outlines)
 
     def _outlines(self, i: int, image: np.ndarray) -> Polygons | None:
         """Outlines of the labels of image ``i``, in pixels of its resized image; None if there are none."""
@@ -388,8 +464,17 @@ class DetectionDataset(Dataset[Sample]):
 
     def _validation_sample(self, request: SampleRequest) -> Sample:
         """The resized image in the middle of its batch's shape."""
-        image, labels = self.load(request.index)
-        height, width = (int(side) for side in self.index.shapes[request.index])
+        height, width = self.index.shapes[request.index].tolist()
+        unreadable = []
+        try:
+            image, labels = self.load(request.index)
+        except ImageError as error:
+            if self.strict:
+                raise
+            unreadable.append(self._unreadable(request.index, error))
+            shape = augmentations.resized_shape(height, width, self.imgsz)
+            image = np.full((*shape, 3), augmentations.GREY, np.uint8)
+            labels = augmentations.labels_to_pixels(self.index.labels(request.index), *shape)
         # Boxes use the halves of the padding as they are, pixels the rounded ones: where the padding is odd, boxes are
         # half a pixel off. Published figures of YOLOv5 are measured so.
         pad_left, pad_top = (request.width - image.shape[1]) / 2, (request.height - image.shape[0]) / 2
@@ -398,7 +483,11 @@ class DetectionDataset(Dataset[Sample]):
         labels = augmentations.labels_to_normalized(labels, request.height, request.width)
         padded, _, _ = augmentations.letterbox(image, (request.height, request.width))
         ratio = self.imgsz / max(height, width)
-        return Sample(request, padded, labels, (height, width, ratio, pad_left, pad_top))
+        return Sample(request, padded, labels, (height, width, ratio, pad_left, pad_top), unreadable)
+
+
+def _nobody_asks(i: int) -> None:
+    """Take no note."""
 
 
 def collate(samples: Sequence[Sample], batch_size: int) -> Batch:
@@ -418,6 +507,7 @@ def collate(samples: Sequence[Sample], batch_size: int) -> Batch:
         first.epoch,
         first.position // batch_size,
         torch.tensor([sample.geometry for sample in samples], dtype=torch.float32),
+        [unreadable for sample in samples for unreadable in sample.unreadable],
     )
 
 
@@ -437,7 +527,7 @@ def loader_bytes(num_workers: int, batch: int, imgsz: int) -> int:
     return (num_workers * PREFETCH_BATCHES + 1) * batch * 3 * imgsz**2 if num_workers else 0
 
 
-def _init_worker(_worker_id: int, yield_cores: bool) -> None:
+def _init_worker(worker_id: int, notes: LoaderNotes, yield_cores: bool) -> None:
     """One thread per worker; signals to stop are the main process's business, which then ends the workers.
 
     Schedulers send them to all processes at once, and the main process may still need batches up to where it stops.
@@ -445,6 +535,9 @@ def _init_worker(_worker_id: int, yield_cores: bool) -> None:
     if yield_cores and hasattr(os, "nice"):
         # Training on the CPU needs all cores at once: a worker that holds one makes the threads on the others wait.
         os.nice(WORKER_NICENESS)
+    info: Any = get_worker_info()
+    info.dataset.note = notes.begin(worker_id)
+    name_process(f"loader {worker_id}")
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     for number in STOP_SIGNALS:
@@ -465,27 +558,33 @@ def _data_loader(
     batch_size: int,
     num_workers: int,
     device: torch.device,
-) -> DataLoader:
-    """PyTorch's loader over batches of requests, with workers that live as long as it does."""
+) -> tuple[DataLoader, LoaderNotes]:
+    """PyTorch's loader over batches of requests, with workers that live as long as it does, and their notes."""
     parallel = num_workers > 0
-    return DataLoader(
+    notes = LoaderNotes(dataset.index.path, num_workers)
+    if not parallel:
+        dataset.note = notes.begin(0)
+    loader = DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=num_workers,
         collate_fn=partial(collate, batch_size=batch_size),
         pin_memory=device.type == "cuda",
-        worker_init_fn=partial(_init_worker, yield_cores=device.type == "cpu"),
+        worker_init_fn=partial(_init_worker, notes=notes, yield_cores=device.type == "cpu"),
         multiprocessing_context=(fork_context() if sys.platform == "linux" else "spawn") if parallel else None,
         prefetch_factor=PREFETCH_BATCHES if parallel else None,
         persistent_workers=parallel,
         generator=torch.Generator(),  # of seeds that nobody uses; each pass would else move PyTorch's global generator
     )
+    return loader, notes
 
 
-def _without_traceback(error: ImageError) -> UserError:
+def _without_traceback(error: ImageError | LostDataError) -> UserError | LostDataError:
     """Say which image could not be read; PyTorch puts the traceback of the worker into the message."""
-    said = str(error).strip().splitlines()[-1].removeprefix(f"{ImageError.__module__}.{ImageError.__name__}: ")
-    return UserError(f"{said}, although its first bytes are right; replace the image or remove it")
+    said = str(error).rpartition(f"{type(error).__module__}.{type(error).__name__}: ")[2].strip()
+    if isinstance(error, LostDataError):
+        return LostDataError(said)
+    return UserError(f"{said}, although it could be read when the run began (--strict); replace the image or remove it")
 
 
 class TrainLoader(Iterator[Batch]):
@@ -493,26 +592,38 @@ class TrainLoader(Iterator[Batch]):
 
     Args:
         loader: over ``TrainBatches``.
+        notes: of its processes.
 
     Attributes:
         batches_per_epoch: K.
     """
 
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: DataLoader, notes: LoaderNotes) -> None:
         self.batches_per_epoch = len(loader)
+        self._notes = notes
+        self._unreadable: dict[int, str] = {}
         with interrupts_held():  # the workers are forked here
             self._batches: Iterator[Batch] | None = iter(loader)
 
     def __next__(self) -> Batch:
         assert self._batches is not None, "the loader is closed"
         try:
-            return next(self._batches)
-        except ImageError as error:
+            batch = next(self._batches)
+        except (ImageError, LostDataError) as error:
             raise _without_traceback(error) from None
+        if batch.unreadable:
+            self._unreadable.update(batch.unreadable)
+        return batch
+
+    def take_unreadable(self) -> dict[int, str]:
+        """Return the images that could not be read since the last call: reason by place in the label index."""
+        taken, self._unreadable = self._unreadable, {}
+        return taken
 
     def close(self) -> None:
         """End the worker processes."""
         self._batches = None  # PyTorch's iterator joins its workers when its last reference goes
+        self._notes.close()
 
 
 class ValLoader:
@@ -520,10 +631,12 @@ class ValLoader:
 
     Args:
         loader: over the batches of this rank.
+        notes: of its processes.
     """
 
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: DataLoader, notes: LoaderNotes) -> None:
         self._loader: DataLoader | None = loader
+        self._notes = notes
 
     def __len__(self) -> int:
         assert self._loader is not None, "the loader is closed"
@@ -541,6 +654,7 @@ class ValLoader:
     def close(self) -> None:
         """End the worker processes."""
         self._loader = None
+        self._notes.close()
 
 
 def train_loader(
@@ -577,7 +691,7 @@ def train_loader(
         start_batch=start_batch,
         rect=rect,
     )
-    return TrainLoader(_data_loader(dataset, batches, global_batch, num_workers, env.device))
+    return TrainLoader(*_data_loader(dataset, batches, global_batch, num_workers, env.device))
 
 
 def val_loader(
@@ -600,4 +714,4 @@ def val_loader(
         pad: see ``rect_batches``.
     """
     batches = val_batches(dataset.index, dataset.imgsz, batch_size, stride, pad)[env.rank :: env.world_size]
-    return ValLoader(_data_loader(dataset, batches, batch_size, num_workers, env.device))
+    return ValLoader(*_data_loader(dataset, batches, batch_size, num_workers, env.device))

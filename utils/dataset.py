@@ -17,7 +17,6 @@ import stat
 import struct
 import sys
 import tempfile
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +34,9 @@ from utils.data_report import Problem, ScanReport, report_csv, shortened
 from utils.data_sets import ensure_data
 from utils.errors import Problems, UserError
 from utils.forks import fork_context
+from utils.heartbeat import Phase, beat, beating
 from utils.image_lists import labels_without_image, list_images
-from utils.images import ImageError, image_size, read_image
+from utils.images import ImageError, image_size, read_image, retried
 from utils.index_arrays import arrays_of, check_numbers
 from utils.interrupts import STOP_SIGNALS, interrupts_held
 from utils.labels import BAD_CLASS, RowReader, check_rows, label_path
@@ -108,8 +108,12 @@ def _scan_chunk(paths: Sequence[str], stats: np.ndarray, num_classes: int, singl
 def _read(file: str, size: int) -> bytes:
     if size > LARGEST_LABELS:
         raise OSError(errno.EFBIG, f"{size} bytes, more than {LARGEST_LABELS}")
-    with open(file, "rb", buffering=0) as opened:  # label files are short: a buffer costs more than it saves
-        return opened.readall()
+
+    def contents() -> bytes:
+        with open(file, "rb", buffering=0) as opened:  # label files are short: a buffer costs more than it saves
+            return opened.readall()
+
+    return retried(contents)
 
 
 def _checked_size(path: str) -> tuple[int, int]:
@@ -142,7 +146,7 @@ def _scan(
     total = sum(min(CHUNK, len(paths) - start) for start in starts)
     quiet = True if not env.is_main_process else None  # None: on a terminal only
     with tqdm(total=total, desc=f"Scanning {split}", unit="images", delay=1, disable=quiet) as bar:
-        for start, part in _parallel(work, list(starts), workers):
+        for start, part in beating(_parallel(work, list(starts), workers)):
             own[start] = part
             bar.update(len(part.status))
     shares = gather_on_machine(own, env)
@@ -324,6 +328,7 @@ def build_index(
     Raises:
         UserError: no image, none that can be used, or class ids outside the names.
     """
+    beat(Phase.LABELS)
     logger = logger or logging.getLogger("lockstep")
     paths, problems = once_per_machine(partial(_listed_images, sources, named_in), env)
     stats = _shared_stats(paths, env)
@@ -377,7 +382,7 @@ def _shared_stats(paths: list[str], env: DistEnv) -> np.ndarray:
 def _file_stats(paths: list[str]) -> np.ndarray:
     """(n, 4) int64 [image size, image mtime, label size, label mtime]; bytes, nanoseconds; sizes < 0: no such file."""
     stats = np.empty((len(paths), 4), np.int64)
-    for i, path in enumerate(paths):
+    for i, path in enumerate(beating(paths)):
         stats[i] = *_stat(path), *_stat(label_path(path))
     return stats
 
@@ -483,12 +488,13 @@ def replacing(file: Path) -> Iterator[int]:
         OSError: the folder cannot be made or written, or the disk is full.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    for old in file.parent.glob(f"{file.name}.*.tmp"):
-        with contextlib.suppress(OSError):
-            if time.time() - old.stat().st_mtime > 3600:
-                old.unlink()
     descriptor, temporary = tempfile.mkstemp(".tmp", f"{file.name}.", file.parent)
     try:
+        now = os.fstat(descriptor).st_mtime  # by the clock of the file system, which may be another machine's
+        for old in file.parent.glob(f"{file.name}.*.tmp"):
+            with contextlib.suppress(OSError):
+                if now - old.stat().st_mtime > 3600:
+                    old.unlink()
         if hasattr(os, "fchmod"):
             os.fchmod(descriptor, 0o644)  # a data set may be shared by several users
         yield descriptor

@@ -36,6 +36,7 @@ from urllib.request import (
 from tqdm import tqdm
 
 from utils.errors import UserError
+from utils.heartbeat import beat, beating
 from utils.logging import get_logger
 from utils.published import WEIGHTS, Published
 
@@ -255,7 +256,7 @@ def _try_once(address: str, file: Published, part: _Part) -> None:
             part.make_room(total - part.size)
         name, kept = file_name(address), part.size
         with tqdm(None, name, total, initial=kept, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-            for piece in _pieces(response):
+            for piece in beating(_pieces(response)):
                 part.write(piece)
                 bar.update(len(piece))
     part.check(total)
@@ -376,6 +377,7 @@ def locked(target: Path) -> Iterator[None]:
             if not told:
                 get_logger().info(f"waiting     another process fetches {target}")
                 told = True
+            beat()
             time.sleep(LOCK_POLL)
         yield
     finally:

@@ -56,6 +56,10 @@ class DivergedError(RuntimeError):
     """A run came to nothing and would again; the message says what to change."""
 
 
+class LostDataError(RuntimeError):
+    """A run can't load its data any more: too much of it is gone, or a process that loads it died."""
+
+
 class Problems:
     """Collects mistakes, so that a user sees all of them at once instead of one per try."""
 
@@ -143,7 +147,7 @@ def report(error: UserError) -> int:
     return USER_ERROR
 
 
-LATE_ERRORS = (NotWrittenError, DivergedError)
+LATE_ERRORS = (NotWrittenError, DivergedError, LostDataError)
 ENDS = (UserError, *LATE_ERRORS, KeyboardInterrupt)  # a process ends with them without a traceback
 
 
@@ -151,14 +155,14 @@ def ended_by(stop: BaseException) -> int:
     """Say on stderr, once per machine, why a process ends without traceback, and return the exit status for it.
 
     Args:
-        stop: UserError (2), `NotWrittenError` (1), `DivergedError` (93), `Stopped` (its own status), or
-            KeyboardInterrupt (130, that is 128 + SIGINT, as shells have it) with lines to print; any other exception
-            is raised again.
+        stop: UserError (2), `NotWrittenError` (1), `LostDataError` (1, said by each process, for it may be the only
+            one to meet it), `DivergedError` (93), `Stopped` (its own status), or KeyboardInterrupt (130, that is 128 +
+            SIGINT, as shells have it) with lines to print; any other exception is raised again.
     """
     if isinstance(stop, UserError):
         return report(stop)
     if isinstance(stop, LATE_ERRORS):
-        if first_of_machine():
+        if first_of_machine() or isinstance(stop, LostDataError):
             print(f"error: {stop}", file=sys.stderr)
         return NO_PROGRESS if isinstance(stop, DivergedError) else 1
     if not isinstance(stop, KeyboardInterrupt):

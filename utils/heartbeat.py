@@ -6,6 +6,7 @@ a watchdog they go to memory that nobody reads.
 Imports the standard library only: the watchdog is a small process.
 """
 
+import mmap
 import os
 import struct
 import time
@@ -14,6 +15,7 @@ from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
+Memory = mmap.mmap | bytearray
 
 STALLED = "stalled"  # left by a watchdog beside a worker's error file: why it ended the run
 
@@ -82,13 +84,13 @@ class _Heartbeat:
 
     def detach(self) -> None:
         """Write where nobody reads."""
-        self.memory: object = bytearray(SLOT.size)
+        self.memory: Memory = bytearray(SLOT.size)
         self.place = OWNER.size
         self.write()
 
-    def attach(self, memory: object, slot: int, rank: int) -> None:
+    def attach(self, memory: Memory, slot: int, rank: int) -> None:
         """Write into a slot of memory that others read."""
-        OWNER.pack_into(memory, slot * SLOT.size, rank, os.getpid())  # type: ignore[arg-type]
+        OWNER.pack_into(memory, slot * SLOT.size, rank, os.getpid())
         self.memory, self.place = memory, slot * SLOT.size + OWNER.size
         self.phase, self.inside, self.collectives, self.epoch, self.batch = Phase.START, 0, 0, -1, -1
         self.write()
@@ -96,7 +98,7 @@ class _Heartbeat:
     def write(self) -> None:
         self.time = time.monotonic_ns()
         STATE.pack_into(
-            self.memory,  # type: ignore[arg-type]
+            self.memory,
             self.place,
             self.time,
             self.phase,
@@ -143,14 +145,22 @@ class _Inside:
         self.collectives = collectives
 
     def __enter__(self) -> None:
+        self.enter()
+
+    def enter(self) -> None:
+        """Begin to wait."""
         own.collectives += self.collectives
         own.inside = 1
         own.write()
 
     def __exit__(self, *_: object) -> None:
-        entered, own.inside = own.time, 0
+        self.leave()
+
+    def leave(self) -> None:
+        """End the wait, if there is one."""
+        entered, was_inside, own.inside = own.time, own.inside, 0
         own.write()
-        own.blocked += own.time - entered
+        own.blocked += (own.time - entered) * was_inside
 
 
 collective = _Inside(1)  # context of a collective
@@ -168,7 +178,7 @@ def blocked_seconds() -> float:
     return own.blocked * 1e-9
 
 
-def attach(memory: object, slot: int, rank: int) -> None:
+def attach(memory: Memory, slot: int, rank: int) -> None:
     """Write signs of life into a slot of a memory map from now on.
 
     Args:
@@ -185,5 +195,6 @@ def detach() -> None:
 
 
 def read_beats(memory: bytes) -> list[Beat]:
-    """Read all slots that a rank has."""
-    return [beat for values in SLOT.iter_unpack(memory) if (beat := Beat(*values)).pid]
+    """Read all slots that a rank has; bytes behind the last whole one are left out."""
+    whole = memory[: len(memory) // SLOT.size * SLOT.size]
+    return [beat for values in SLOT.iter_unpack(whole) if (beat := Beat(*values)).pid]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from utils.data_report import Problem
 from utils.errors import UserError
+from utils.heartbeat import beating
 from utils.images import IMAGE_SUFFIXES
 from utils.labels import label_path
 
@@ -51,7 +52,7 @@ def _walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
     except OSError as error:
         raise UserError(f"the folder {folder} can't be read: {error.strerror}") from error
     with entries:
-        for entry in entries:
+        for entry in beating(entries):
             if entry.is_dir():
                 yield from _walk(entry.path, (*above, real))
             elif _is_image(entry.name):
@@ -65,7 +66,7 @@ def _is_image(name: str) -> bool:
 def _read_list(source: Path, paths: dict[str, None], problems: list[Problem]) -> None:
     """Add the images of a list file, in order; blank lines and those starting with # are skipped."""
     folder = os.path.abspath(source.parent)
-    for number, raw in enumerate(_text(source).splitlines(), 1):
+    for number, raw in enumerate(beating(_text(source).splitlines()), 1):
         line = raw.strip()
         if not line or line.startswith("#"):
             continue
@@ -103,7 +104,7 @@ def labels_without_image(paths: Sequence[str], sources: Sequence[Path]) -> list[
     labels = {label_path(path) for path in paths}
     own = {str(source.absolute()).replace(os.sep, "/") for source in sources}
     found = []
-    for folder, images in places.items():
+    for folder, images in beating(places.items()):
         alone = [name for name in _names(folder) if name.endswith(".txt") and f"{folder}/{name}" not in labels]
         if alone:
             stems = {name.rpartition(".")[0] for name in _names(images) if _is_image(name)}

@@ -3,6 +3,7 @@
 Everything that is wrong comes in one message.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,13 @@ from models.yolo import DetectionModel, load_state
 from utils import augmentations
 from utils.callbacks import Callback
 from utils.checkpoint_files import checkpoint_bytes
-from utils.config import Hyp, TrainConfig, ValConfig, build_config, config_to_dict, load_hyp
+from utils.config import ROOT, Hyp, TrainConfig, ValConfig, build_config, config_to_dict, load_hyp
 from utils.data_config import DataConfig, is_fetched, load_data
 from utils.data_parallel import replica_devices
 from utils.dataloaders import choose_num_workers, choose_val_batch, loader_bytes, max_imgsz
 from utils.dataset import LabelIndex, check_same_data, open_splits
 from utils.errors import Problems, UserError
+from utils.heartbeat import Phase, beat
 from utils.image_cache import SHARED_MEMORY, shared_memory_beside
 from utils.loggers import loggers_from_names
 from utils.logging import get_logger
@@ -67,7 +69,8 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
         UserError: lists what is wrong with recipe, data, labels, network, weights, image size, batch, and with the
             machine for such a run.
     """
-    check_same_settings(flags_of_all(config), env)
+    program = {"the code of Lockstep": code_digest(), "the version of torch": torch.__version__}
+    check_same_settings(flags_of_all(config) | program, env)
     problems = Problems()
     plan = problems.attempt(lambda: split_global_batch(config.batch_size, env.world_size, config.nbs))
     precision = problems.attempt(lambda: same_precision(config.amp, env))
@@ -83,11 +86,12 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
     raw_model = read_network(config, env, hyp, data, resumed, problems)
     known = data if plan is not None else None  # a batch that can't be shared out is not worth reading labels for
     indexes = read_labels(known, ("train", "val"), config.strict, env, problems)
+    beat(Phase.SET_UP)
     share_problems(problems, env)
     check_same_data(indexes, env)
     assert plan and precision and hyp and data and raw_model  # else there were problems
     recipe = {f"{name} of --hyp": value for name, value in config_to_dict(hyp).items()}
-    check_same_settings(recipe | {"the network of --cfg": raw_model.yaml}, env)
+    check_same_settings(recipe | {"the network of --cfg": raw_model.yaml, "the class names": data.names}, env)
 
     family, imgsz = family_of(raw_model.yaml), fit_imgsz(config.imgsz, raw_model)
     inputs = TrainInputs(
@@ -124,6 +128,7 @@ def doubts_about_splits(train: LabelIndex, val: LabelIndex, env: DistEnv) -> lis
     ]
 
 
+LONGEST = 100  # letters of two values in a message
 # These may be a machine's own. Of files their content has to be the same; weights are read by rank 0 for all.
 MACHINE_FLAGS = {"weights", "data", "cfg", "hyp", "device", "workers", "cache", "project", "name", "dist_timeout"}
 
@@ -147,15 +152,23 @@ def check_same_settings(settings: Mapping[str, Any], env: DistEnv) -> None:
     told = all_gather_objects(dict(settings), env)
     differing = []
     for name, first in told[0].items():
-        other = next((its[name] for its in told if its[name] != first), first)
-        if other != first:
-            values = f"{first} and {other}"
-            differing.append(f"{name} ({values})" if len(values) < 80 else name)
+        other, rank = next(((its[name], rank) for rank, its in enumerate(told) if its[name] != first), (first, 0))
+        if rank:
+            values = f"{first} on rank 0, {other} on rank {rank}"
+            differing.append(f"{name} ({values if len(values) < LONGEST else f'rank {rank} has another'})")
     if differing:
         raise UserError(
             f"the machines were started with different settings: {', '.join(differing)}; start all with the same flags "
             "and files"
         )
+
+
+def code_digest() -> str:
+    """Digest of this program's own code, short enough to be read."""
+    found = hashlib.sha256()
+    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("models/*.py"), *ROOT.glob("utils/*.py")]):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def read_network(

@@ -30,6 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from utils.devices import parse_device
 from utils.errors import ENDS, NO_PROGRESS, RESUMABLE, USER_ERROR, Stopped, ended_by
+from utils.heartbeat import STALLED
 from utils.torch_utils import DistEnv
 
 OURS = "LOCKSTEP_LAUNCHER"  # in a worker's environment: the process that started it
@@ -110,7 +111,7 @@ def launch(
         with _variables(_worker_variables(devices, max_restarts > 0)):
             elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
-        failure = explain(error.failures)
+        failure = explain(error.failures, _note(logs))
         if failure.status == RESUMABLE and not any(logs.rglob(STOPPED)):  # before there was anything to save
             return replace(failure, text=f"rank {failure.rank} was told to stop; all other ranks were ended")
         return failure
@@ -165,7 +166,13 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def explain(failures: Mapping[int, ProcessFailure]) -> Failure:
+def _note(logs: Path) -> str:
+    """Return what a watchdog has left for the launcher when it ended the workers' last life; "" if it did not."""
+    lives = sorted(logs.rglob("attempt_*"), key=lambda path: int(path.name.removeprefix("attempt_")))
+    return next((path.read_text() for life in lives[-1:] for path in life.glob(f"*/{STALLED}")), "")
+
+
+def explain(failures: Mapping[int, ProcessFailure], stalled: str = "") -> Failure:
     """Tell which worker failed first, and how.
 
     A worker that dies takes its connections along, so that others fail as well, sometimes before it is noticed itself:
@@ -173,6 +180,7 @@ def explain(failures: Mapping[int, ProcessFailure]) -> Failure:
 
     Args:
         failures: by rank, at least one.
+        stalled: why a watchdog has killed all of them, if it did.
     """
     in_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
     causes = [item for item in in_time if not _lost_a_peer(item[1])] or in_time
@@ -180,6 +188,8 @@ def explain(failures: Mapping[int, ProcessFailure]) -> Failure:
     rank, failure = own[0]
     if failure.exitcode in (USER_ERROR, NO_PROGRESS, RESUMABLE):
         return Failure(failure.exitcode, rank, "")
+    if stalled:
+        return Failure(1, rank, stalled)
     if failure.exitcode < 0:
         killed = f"rank {rank} was killed by {failure.signal_name()}"
         hint = "; if nobody did that, the machine ran out of memory" if failure.exitcode == -9 else ""
@@ -247,6 +257,8 @@ def last_words() -> list[str]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             callstack = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
             lines.append(f"local rank {path.parent.name} failed: {callstack.rstrip().rsplit(chr(10), 1)[-1]}")
+    with contextlib.suppress(OSError):
+        lines += [path.read_text() for path in before.glob(f"*/{STALLED}")]
     return lines
 
 

@@ -23,6 +23,7 @@ from utils.boxes import cxcywh_to_xyxy
 from utils.config import ROOT
 from utils.dataloaders import Batch
 from utils.dataset import LabelIndex
+from utils.heartbeat import beating
 from utils.logging import get_logger
 from utils.metrics import ConfusionMatrix, ImageResult, Metrics
 
@@ -213,8 +214,10 @@ class Plots:
         if self._process is None:
             return
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(PATIENCE)
+            for _ in beating(range(PATIENCE)):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(1.0)
+                    break
         finally:
             self._kill()
         self._running()

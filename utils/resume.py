@@ -24,6 +24,7 @@ RESUMABLE_FLAGS |= {
     "max_restarts",
 }
 AUTOMATIC = -1  # of --batch-size
+RESUMABLE_FLAGS |= {"stall_warning", "stall_timeout"}
 SILENT = {"resume", "project"}  # they name the run
 # What a checkpoint holds; see utils.run_state.
 STATE_KEYS = {"state", "model", "ema", "optimizer", "scaler", "meters", "rank_buffers", "rng", "spec", "names"}

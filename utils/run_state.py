@@ -17,9 +17,11 @@ from utils.callbacks import Callbacks
 from utils.checkpoint_writer import CheckpointWriter, Outcome
 from utils.config import Hyp, TrainConfig, config_to_dict
 from utils.data_config import DataConfig
+from utils.data_report import UnreadableImages
 from utils.dataloaders import choose_val_batch
 from utils.dataset import LabelIndex
 from utils.errors import RESUMABLE, Stopped, UserError
+from utils.heartbeat import Phase, beat, waiting
 from utils.interrupts import StopRequest
 from utils.logging import DeviceMeter, get_logger, mean_of
 from utils.loss import DetectionLoss
@@ -100,7 +102,8 @@ class Ballot:
         self._on_the_way = on_host, copied, place
         if before is None:
             return [False] * (len(sums) - 1)
-        before[1].synchronize()  # of the window before, whose work is done while this one's is still queued
+        with waiting:
+            before[1].synchronize()  # of the window before, whose work is done while this one's is still queued
         return self._read(before[0], before[2])
 
     def _read(self, sums: Tensor, place: int) -> list[bool]:
@@ -145,6 +148,7 @@ class Run:
     skips: SkipLog
     stop: StopRequest
     state: TrainState
+    unreadable: UnreadableImages
     proven: tuple[float, int] = (-1.0, 0)  # best_fitness and best_epoch as of best.pt
     weights: "StateView | None" = None  # what checkpoints take of the two networks; made by the first one
     averages: "StateView | None" = None
@@ -162,7 +166,9 @@ class Run:
 
     def mean_losses(self) -> list[float]:
         """Return the mean [box, objectness, class] losses of the epoch so far, over all ranks. Collective."""
-        return mean_of(all_reduce_sum(self.meter.sums(), self.env), self.env.world_size)
+        sums = all_reduce_sum(self.meter.sums(), self.env)
+        with waiting:  # where the device does
+            return mean_of(sums, self.env.world_size)
 
 
 def leave(run: Run, *, save: bool = True) -> NoReturn:
@@ -229,6 +235,7 @@ def save_in_epoch(run: Run) -> None:
 
 
 def _write(run: Run, state: dict[str, Any], also: list[Path], epoch: int, better: bool) -> None:
+    beat(Phase.SAVING)
     goal = Outcome(run.weights_dir / "last.pt", tuple(also), epoch, run.state.best_fitness, better)
     run.writer.write(state, goal, run.weights_dir / "best.pt")
     run.saved_at = time.monotonic()

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from utils.checkpoint_files import check_finite, load_checkpoint, previous_path, write_checkpoint
 from utils.devices import as_typed, parse_device
 from utils.errors import DivergedError, Problems, UserError
+from utils.heartbeat import begun, collective, waiting
 from utils.logging import get_logger
 from utils.network import interface_towards, ipv4_addresses
 from utils.slurm import SlurmPlace, slurm_place
@@ -298,7 +299,8 @@ def split_global_batch(batch: int, world_size: int, nbs: int = 64) -> BatchPlan:
 def all_reduce_sum(tensor: Tensor, env: DistEnv) -> Tensor:
     """Sum a tensor over ranks in place, the same on each; returns it. Collective: every rank must call it."""
     if env.world_size > 1:
-        dist.all_reduce(tensor)
+        with collective:
+            dist.all_reduce(tensor)
     return tensor
 
 
@@ -308,9 +310,11 @@ def start_all_reduce_sum(tensor: Tensor, env: DistEnv) -> Callable[[], Tensor]:
         return lambda: tensor
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
+    begun()
 
     def wait() -> Tensor:
-        work.wait()
+        with waiting:
+            work.wait()
         return tensor
 
     return wait
@@ -321,7 +325,8 @@ def all_gather_rows(tensor: Tensor, env: DistEnv) -> Tensor:
     if env.world_size == 1:
         return tensor[None]
     rows = tensor.new_empty((env.world_size, *tensor.shape))
-    dist.all_gather(list(rows.unbind()), tensor.contiguous())
+    with collective:
+        dist.all_gather(list(rows.unbind()), tensor.contiguous())
     return rows
 
 
@@ -359,7 +364,8 @@ def broadcast_tensors(tensors: Sequence[Tensor], env: DistEnv) -> None:
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         group = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        dist.broadcast(flat, 0)
+        with collective:
+            dist.broadcast(flat, 0)
         for tensor, values in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
             tensor.copy_(values.view(tensor.shape))
 
@@ -376,7 +382,8 @@ def all_gather_objects(obj: T, env: DistEnv) -> list[T]:
     if env.world_size == 1:
         return [obj]
     gathered: list[Any] = [None] * env.world_size
-    dist.all_gather_object(gathered, obj)
+    with collective:
+        dist.all_gather_object(gathered, obj)
     return gathered
 
 
@@ -452,13 +459,15 @@ def _shared(work: Callable[[], T], does: bool, ranks: int, group: dist.ProcessGr
 
 def _broadcast(obj: T, group: dist.ProcessGroup | None) -> T:
     holder: list[Any] = [obj]
-    dist.broadcast_object_list(holder, group=group, group_src=0)
+    with collective:
+        dist.broadcast_object_list(holder, group=group, group_src=0)
     return holder[0]
 
 
 def _gather(obj: T, ranks: int, receives: bool, group: dist.ProcessGroup | None) -> list[T]:
     gathered: list[Any] = [None] * ranks if receives else []
-    dist.gather_object(obj, gathered if receives else None, group=group, group_dst=0)
+    with collective:
+        dist.gather_object(obj, gathered if receives else None, group=group, group_dst=0)
     return gathered
 
 

@@ -52,7 +52,7 @@ def scratch(more: str = "") -> str:
 def weights(run_dir: Path) -> dict[str, Any]:
     """Everything that training moves; equal only if every bit is."""
     saved = load_checkpoint(run_dir / "weights/last.pt")
-    return {key: saved[key] for key in ("model", "ema", "optimizer", "state", "meter")}
+    return {key: saved[key] for key in ("model", "ema", "optimizer", "state", "meters")}
 
 
 def assert_same_run(a: Path, b: Path) -> None:

@@ -1,0 +1,116 @@
+"""Trains as train.py does, on two CPU ranks of which one gets stuck, or is slow, in a known way.
+
+    python -m tests.dist.stuck KIND RANK FLAGS...
+
+KIND is a function of this module, or "callback".
+"""
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import train
+from models.yolo import DetectionModel
+from utils.callbacks import Callback, EpochEnd, Stop
+from utils.config import TrainConfig
+from utils.errors import run_cli
+from utils.flags import given_flags
+from utils.heartbeat import Phase, own
+from utils.interrupts import stops_end_the_process
+from utils.launch import as_worker, launch, say
+from utils.torch_utils import dist_env, process_group
+
+LONG = 10_000  # seconds
+
+
+class Sleeper(Callback):
+    """Rank 0 never comes back from it, and all others wait for the verdict."""
+
+    may_stop = True
+
+    def on_epoch_end(self, event: EpochEnd) -> Stop | None:
+        time.sleep(LONG)
+        return None
+
+
+def in_forward(act: Callable[[], object], batch: int | None = None) -> None:
+    """Act in the forward pass of a batch of the first epoch, None is all."""
+
+    def hook(module: nn.Module, *_: Any) -> None:
+        in_batch = own.phase == Phase.FORWARD and batch in (own.batch, None)
+        if in_batch and isinstance(module, DetectionModel):
+            act()
+
+    register_module_forward_hook(hook)
+
+
+def gil() -> None:
+    """A C function sleeps and keeps Python's lock."""
+    in_forward(lambda: ctypes.PyDLL(None).sleep(LONG), 2)
+
+
+def asleep() -> None:
+    """A hook of the user's sleeps."""
+    in_forward(lambda: time.sleep(LONG), 2)
+
+
+def absent() -> None:
+    """It waits behind an optimizer step for something that never comes, and never enters the next collective."""
+    register_optimizer_step_post_hook(lambda *_: threading.Event().wait())
+
+
+def slow() -> None:
+    """It takes longer for each batch than for anything else."""
+    in_forward(lambda: time.sleep(2))
+
+
+def slow_disk() -> None:
+    """Each file takes 6 seconds to reach the disk."""
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        time.sleep(6)
+        real(descriptor)
+
+    os.fsync = fsync  # type: ignore[assignment]
+
+
+def slow_labels() -> None:
+    """Each look at an image or label file takes 0.3 seconds."""
+    real = os.stat
+
+    def stat(path: Any, *arguments: Any, **named: Any) -> os.stat_result:
+        if str(path).endswith((".png", ".txt")):
+            time.sleep(0.3)
+        return real(path, *arguments, **named)
+
+    os.stat = stat
+
+
+KINDS = {kind.__name__: kind for kind in (gil, asleep, absent, slow, slow_disk, slow_labels)}
+
+
+def main() -> int:
+    _, kind, rank, *line = sys.argv
+    given, env = given_flags(TrainConfig, line), dist_env()
+    if not env.launched:
+        return say(launch(["-m", "tests.dist.stuck", *sys.argv[1:]], [torch.device("cpu")] * 2))
+    if kind in KINDS and env.rank == int(rank):
+        KINDS[kind]()
+    config, resumed = train.settings(given, env)
+    with stops_end_the_process(), process_group("cpu", env) as env:
+        train.begin(given, config, resumed, env, [Sleeper()] if kind == "callback" else [])
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(as_worker(main))
