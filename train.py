@@ -607,7 +607,7 @@ def strip_best(run: Run) -> None:
     """Strip the best checkpoint to what is needed for use; rank 0's work, and the last of a run: see `utils.resume`."""
     best, last = run.weights_dir / "best.pt", run.weights_dir / "last.pt"
     try:
-        strip_checkpoint(best if best.exists() else last, best)
+        run.writer.write_now(functools.partial(strip_checkpoint, best if best.exists() else last, best))
     except OSError as error:
         get_logger().warning(f"{best} still holds the state of the run besides its weights: {error}")
 

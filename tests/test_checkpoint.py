@@ -502,7 +502,7 @@ class Held(str):
     may: threading.Event
 
     def __str__(self) -> str:
-        assert self.may.wait(60)
+        assert self.may.wait(20)
         return "held"
 
 

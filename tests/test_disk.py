@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -88,12 +88,13 @@ def fill(disk: Path) -> None:
 class Disk(Callback):
     """Does something to the disk when an epoch is trained, before anything of it is written."""
 
-    def __init__(self, **at: Callable[[], object]) -> None:
-        self.at = at  # by epoch: e1=...
+    def __init__(self, at: Mapping[int, Sequence[Callable[[], object]]]) -> None:
+        self.at = at  # by epoch
         self.saved: list[CheckpointSaved] = []
 
     def on_epoch_end(self, event: EpochEnd) -> Stop | None:
-        self.at.get(f"e{event.epoch}", lambda: None)()
+        for step in self.at.get(event.epoch, ()):
+            step()
         return None
 
     def on_checkpoint(self, event: CheckpointSaved) -> None:
@@ -129,16 +130,10 @@ def test_full_disk_for_some_epochs(data: Path, whole: Path, tmp_path: Path, caps
         weights = disk / "runs/run/weights"
         seen: dict[int, dict[str, int]] = {}
 
-        def look(epoch: int) -> None:
-            seen[epoch] = epochs_of(weights)
+        def look() -> None:
+            seen[len(seen) + 1] = epochs_of(weights)
 
-        steps = {
-            "e2": lambda: (look(1), fill(disk)),
-            "e3": lambda: look(2),
-            "e4": lambda: (look(3), (disk / "filler").unlink()),
-            "e5": lambda: look(4),
-        }
-        told = Disk(**steps)
+        told = Disk({2: [look, lambda: fill(disk)], 3: [look], 4: [look, (disk / "filler").unlink], 5: [look]})
         train_with([told], *flags(data, disk / "runs"))
         assert seen[1] == seen[2] == seen[3] == {"last.pt": 1, "last.prev.pt": 0, "best.pt": 1}
         assert seen[4] == {"last.pt": 4, "last.prev.pt": 1, "best.pt": 4}
@@ -155,12 +150,11 @@ def test_best_weights_that_the_disk_did_not_take(data: Path, whole: Path, tmp_pa
     with small_disk(tmp_path / "disk", "8m") as disk:
         weights = disk / "runs/run/weights"
         seen = []
-        steps = {
-            "e2": lambda: fill(disk),
-            "e3": lambda: (seen.append(epochs_of(weights)), (disk / "filler").unlink()),
-            "e4": lambda: seen.append(epochs_of(weights)),
-        }
-        told = Disk(**steps)
+
+        def look() -> None:
+            seen.append(epochs_of(weights))
+
+        told = Disk({2: [lambda: fill(disk)], 3: [look, (disk / "filler").unlink], 4: [look]})
         train_with([told], *flags(data, disk / "runs"))
         assert seen == [
             {"last.pt": 1, "last.prev.pt": 0, "best.pt": 1},
@@ -179,7 +173,7 @@ def test_disk_that_stays_full(data: Path, whole: Path, tmp_path: Path, capsys: p
     with small_disk(tmp_path / "disk", "8m") as disk:
         run_dir = disk / "runs/run"
         with pytest.raises(NotWrittenError, match=r"run was not written; the warnings above say why") as info:
-            train_with([Disk(e3=lambda: fill(disk))], *flags(data, disk / "runs"))
+            train_with([Disk({3: [lambda: fill(disk)]})], *flags(data, disk / "runs"))
         assert ended_by(info.value) == 1
         assert epochs_of(run_dir / "weights") == {"last.pt": 2, "last.prev.pt": 1, "best.pt": 2}
         said = capsys.readouterr().out
@@ -208,7 +202,7 @@ def test_a_disk_that_never_takes_a_checkpoint(data: Path, tmp_path: Path, capsys
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_the_disk_does(seed: int, tmp_path: Path) -> None:
-    """Forty saves, of which some find the disk full, hold better weights, or weights that are not finite.
+    """Two hundred saves, of which some find the disk full, hold better weights, or weights that are not finite.
 
     After each the files are what plain rules say: the newest finite state that found room, and the best one, which is
     made up for at the next save that finds room. What is saved is changed in place all the time.
@@ -220,7 +214,7 @@ def test_whatever_the_disk_does(seed: int, tmp_path: Path) -> None:
     owed: int | None = None
     with small_disk(tmp_path / "disk", "256k") as disk:
         last, best = disk / "last.pt", disk / "best.pt"
-        for number in range(40):
+        for number in range(200):
             full, better, finite = rng.random() < 0.4, rng.random() < 0.4, rng.random() < 0.8
             weight.fill_(float(number) if finite else float("nan"))
             state = {"epoch": number, "model": {"weight": weight}, "extra": extra if number % 3 else None}
@@ -257,6 +251,31 @@ def test_whatever_the_disk_does(seed: int, tmp_path: Path) -> None:
     writer.close()
 
 
+@pytest.mark.slow
+def test_several_ranks_and_a_disk_that_takes_nothing(data: Path, tmp_path: Path) -> None:
+    """Rank 0 alone writes, whole files or none; that it could not is the end of all, with a status that is not 0."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(PROJECT / "train.py")]
+    done = subprocess.run(
+        [sys.executable, *ranks, *flags(data, tmp_path, "--epochs", 2)],
+        cwd=tmp_path,
+        env=CHILD_ENVIRONMENT,
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count(f"error: the last checkpoint of {tmp_path}/run was not written") == 1
+    assert done.stdout.count("last.pt was not written: [Errno 27] File too large: ") == 2
+    assert os.listdir(tmp_path / "run/weights") == []
+    assert results(tmp_path / "run")["epoch"].tolist() == [0, 1]
+
+
 # Disks that refuse ----------------------------------------------------------------------------------------------------
 
 
@@ -270,7 +289,7 @@ def test_disk_that_becomes_read_only(
         def remount(how: str) -> None:
             subprocess.run(["mount", "-o", f"remount,bind,{how}", str(weights)], check=True)
 
-        told = Disk(e1=lambda: remount("ro"), e3=lambda: remount("rw"))
+        told = Disk({1: [lambda: remount("ro")], 3: [lambda: remount("rw")]})
         train_with([told], *flags(data, tmp_path, "--exist-ok"))
         assert [event.epoch for event in told.saved] == [0, 2, 3, 4, 5, 6, 7]  # 2 is that of best.pt, made up for
         assert_same_run(whole, tmp_path / "run")
@@ -285,7 +304,7 @@ def test_folder_that_may_not_be_written_any_more(
     weights = tmp_path / "runs/run/weights"
     (tmp_path / "runs").mkdir()
     os.chown(tmp_path / "runs", NOBODY, NOBODY)
-    told = Disk(e1=lambda: weights.chmod(0o555), e3=lambda: weights.chmod(0o755))
+    told = Disk({1: [lambda: weights.chmod(0o555)], 3: [lambda: weights.chmod(0o755)]})
     with as_nobody(tmp_path), as_nobody_reads(data.parent):
         train_with([told], *flags(data, tmp_path / "runs"))
     assert_same_run(whole, tmp_path / "runs/run")

@@ -1,6 +1,6 @@
 """Checkpoints written by a thread while training goes on: training waits for a copy of the state only."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -120,6 +120,12 @@ class CheckpointWriter:
             written, self._writing = self._writing, None
             written.result()  # raises what was raised in the thread
 
+    def write_now(self, work: Callable[[], None]) -> None:
+        """Wait until nothing is being written, then for work that writes something else; raises what that raises."""
+        self.wait()
+        self._writing = self._thread.submit(work)
+        self.wait()
+
     def outcomes(self) -> list[Outcome]:
         """Return how the writes ended that ended since the last call; does not wait."""
         if self._writing is not None and self._writing.done():
@@ -151,16 +157,14 @@ def copy_state(state: Any, old: Any) -> Any:
 
 def _copied(value: Any, old: Any, sources: list[Tensor], targets: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
-        if not (isinstance(old, Tensor) and old.dtype is value.dtype and old.is_same_size(value)):
-            return value.detach().to("cpu", copy=True)
-        sources.append(value)
-        targets.append(old)
-        return old
+        if isinstance(old, Tensor) and old.dtype is value.dtype and old.is_same_size(value):
+            sources.append(value)
+            targets.append(old)
+            return old
+        return value.detach().to("cpu", copy=True)
     if isinstance(value, (dict, Mapping)):  # the first is much faster to ask for
         olds = old if isinstance(old, dict) else {}
         return {key: _copied(item, olds.get(key), sources, targets) for key, item in value.items()}
-    if isinstance(value, (str, int, float)):
-        return value
     if isinstance(value, (list, tuple)):
         befores = old if isinstance(old, (list, tuple)) and len(old) == len(value) else [None] * len(value)
         items = [_copied(item, before, sources, targets) for item, before in zip(value, befores, strict=True)]

@@ -2,6 +2,7 @@
 
 import csv
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,6 +89,11 @@ def shortened(lines: Sequence[str], total: int) -> list[str]:
     return [*lines, f"... and {total - len(lines)} more"] if total > len(lines) else list(lines)
 
 
+def one_line(path: str) -> str:
+    """Return a file's name as it is shown: with its line breaks, if it has some, as escapes."""
+    return re.sub(r"[\x00-\x1f\x7f]", lambda found: repr(found[0])[1:-1], path)
+
+
 def report_csv(problems: Mapping[str, Sequence[Problem]]) -> str:
     """Return the problems of some splits as a table: split, file, line (0: the whole file), value, rule."""
 
@@ -127,7 +133,7 @@ class UnreadableImages:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
 
     def tell(self, split: str, found: Mapping[str, str], done: tuple[str, str], logger: logging.Logger) -> None:
         """Log how many there were, and name those that were not there before; nothing if there were none.
@@ -140,9 +146,9 @@ class UnreadableImages:
         """
         if not found:
             return
-        new = {path: reason for path, reason in sorted(found.items()) if path not in self._told}
-        self._told |= new.keys()
-        names = ", ".join(shortened([f"{path} ({new[path]})" for path in list(new)[:SHOWN]], len(new)))
+        new = {path: reason for path, reason in sorted(found.items()) if (split, path) not in self._told}
+        self._told.update((split, path) for path in new)
+        names = ", ".join(shortened([f"{one_line(path)} ({new[path]})" for path in list(new)[:SHOWN]], len(new)))
         several = len(found) > 1
         text = f"{len(found)} image{'s' * several} of {split} could not be read and {done[several]}"
         if len(new) < len(found):

@@ -95,6 +95,11 @@ class _Heartbeat:
         self.phase, self.inside, self.collectives, self.epoch, self.batch = Phase.START, 0, 0, -1, -1
         self.write()
 
+    def release(self) -> None:
+        """Give a slot back."""
+        OWNER.pack_into(self.memory, self.place - OWNER.size, 0, 0)
+        self.detach()
+
     def write(self) -> None:
         self.time = time.monotonic_ns()
         STATE.pack_into(
@@ -189,9 +194,9 @@ def attach(memory: Memory, slot: int, rank: int) -> None:
     own.attach(memory, slot, rank)
 
 
-def detach() -> None:
-    """Write signs of life where nobody reads them."""
-    own.detach()
+def release() -> None:
+    """Give the slot back: what this process does from now on is nobody's business."""
+    own.release()
 
 
 def read_beats(memory: bytes) -> list[Beat]:

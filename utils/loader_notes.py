@@ -7,8 +7,10 @@ import contextlib
 import ctypes
 import os
 import re
+import signal
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from multiprocessing.sharedctypes import RawArray
 from typing import NamedTuple
@@ -17,7 +19,7 @@ from utils.errors import LostDataError
 
 NO_IMAGE = -1
 # PyTorch says it in three ways: "(pid 7) is killed by signal: Killed. ", "(pid 7) exited unexpectedly with exit code 1.
-# ..." and "(pid(s) 7, 8) exited unexpectedly".
+# ..." and "(pid(s) 7, 8) exited unexpectedly", the last one maybe because of one of the others.
 DEATH = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\)(?: is killed by signal: (?P<signal>[^.]+))?")
 MEMORY = "if nobody killed it, the machine ran out of memory: use fewer --workers or --cache off"
 HINTS = {
@@ -85,24 +87,53 @@ def being_read() -> list[Doing]:
 def deaths_explained() -> Iterator[None]:
     """Say of a loader process that dies which image it was at.
 
-    PyTorch raises its error in the main thread wherever that is at the moment, so this is put around all of a run.
+    PyTorch raises its error in the main thread wherever that is at the moment, so this is put around all of a run. If
+    it has not noticed yet, there is a lost connection where a batch of that process is fetched.
 
     Raises:
         LostDataError: a process died.
     """
     try:
         yield
-    except RuntimeError as error:
-        found = DEATH.match(str(error))
-        if found is None:
+    except (RuntimeError, OSError, EOFError) as error:
+        dead = _named_in(error)
+        if not dead and not isinstance(error, RuntimeError):
+            try:
+                dead = _dead_soon()
+            except RuntimeError as noticed:  # by PyTorch, meanwhile
+                dead = _named_in(noticed)
+        if not dead:
             raise
-        raise LostDataError(_explained(found)) from None
+        raise LostDataError(_explained(dead)) from None
 
 
-def _explained(death: re.Match[str]) -> str:
-    pids = [int(pid) for pid in death["pids"].split(",")]
-    paths = {doing.pid: doing.path for doing in being_read()}
-    at = ", ".join(dict.fromkeys(path for pid in pids if (path := paths.get(pid))))
-    who = f"a process that loads images died ({death['signal'] or 'for a reason unknown'})"
-    where = f"while it was at {at}" if at else "while it was at no image"
-    return f"{who} {where}; {HINTS.get(death['signal'] or '', MEMORY)}"
+def _named_in(error: BaseException) -> dict[int, str]:
+    """Processes of which PyTorch says that they died, and the signals that killed them, "" where unknown."""
+    found = DEATH.match(str(error.__cause__)) or DEATH.match(str(error))
+    return {int(pid): found["signal"] or "" for pid in found["pids"].split(",")} if found else {}
+
+
+def _dead_soon() -> dict[int, str]:
+    """Processes that died, as the system says, and the signals that killed them; waits a little for the first."""
+    end = time.monotonic() + 1.0
+    dead: dict[int, str] = {}
+    while not dead and time.monotonic() < end and hasattr(os, "waitid"):
+        time.sleep(0.01)
+        for pid in {doing.pid for doing in being_read()} - {0, os.getpid()}:
+            try:
+                state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:  # PyTorch has asked before
+                dead[pid] = ""
+            else:
+                if state is not None:
+                    killed = state.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+                    dead[pid] = signal.strsignal(state.si_status) or "" if killed else ""
+    return dead
+
+
+def _explained(dead: Mapping[int, str]) -> str:
+    """Say what happened to processes, given the signals that killed them."""
+    paths = [doing.path for doing in being_read() if doing.pid in dead and doing.path]
+    number = next(filter(None, dead.values()), "")
+    who = f"a process that loads images died ({number or 'for a reason unknown'})"
+    return f"{who} while it was at {', '.join(paths) or 'no image'}; {HINTS.get(number, MEMORY)}"

@@ -96,7 +96,7 @@ def _attach(files: _Files | None, env: DistEnv, stack: ExitStack) -> bool:
     faulthandler.register(watchdog.STACK_SIGNAL, stacks, all_threads=True, chain=False)
     stack.callback(faulthandler.unregister, watchdog.STACK_SIGNAL)
     heartbeat.attach(memory, env.local_rank, env.rank)
-    stack.callback(heartbeat.detach)
+    stack.callback(heartbeat.release)
     return True
 
 

@@ -307,7 +307,7 @@ class Watch:
                     stack = stack_of(pid, self.stacks)
             why = {"T": "it is stopped", "t": "a debugger holds it", "Z": "it is gone", "X": "it is gone"}
             silent = f"does not answer: {why.get(state, 'it waits in the kernel')}"
-            say(f"{named} (process {pid}):" + (f"\n{stack}" if stack else f" {silent}"))
+            say(f"{named}, process {pid}:" + (f"\n{stack}" if stack else f" {silent}"))
 
 
 def kill(pid: int) -> None:

@@ -1,8 +1,8 @@
-"""Trains as train.py does, on two CPU ranks of which one gets stuck, or is slow, in a known way.
+"""Trains as train.py does, on CPU ranks of which one gets stuck, or is slow, in a known way.
 
-    python -m tests.dist.stuck KIND RANK FLAGS...
+    python -m tests.dist.stuck KIND RANK RANKS FLAGS...
 
-KIND is a function of this module, or "callback".
+KIND is a function of this module, or "callback". With RANKS 1, and under a launcher, no workers are started.
 """
 
 import ctypes
@@ -100,10 +100,10 @@ KINDS = {kind.__name__: kind for kind in (gil, asleep, absent, slow, slow_disk, 
 
 
 def main() -> int:
-    _, kind, rank, *line = sys.argv
+    _, kind, rank, ranks, *line = sys.argv
     given, env = given_flags(TrainConfig, line), dist_env()
-    if not env.launched:
-        return say(launch(["-m", "tests.dist.stuck", *sys.argv[1:]], [torch.device("cpu")] * 2))
+    if not env.launched and int(ranks) > 1:
+        return say(launch(["-m", "tests.dist.stuck", *sys.argv[1:]], [torch.device("cpu")] * int(ranks)))
     if kind in KINDS and env.rank == int(rank):
         KINDS[kind]()
     config, resumed = train.settings(given, env)

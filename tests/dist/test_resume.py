@@ -102,21 +102,41 @@ def test_killed_at_a_random_moment(
         again = ["--resume", str(folder / "run")] if (folder / "run/weights/last.pt").exists() else []
         again = again or line(data, folder, ranks, "--exist-ok")  # nothing was saved yet
         run = start(again, folder, tmp_path / "2")
-        assert run.wait(LIMIT) == 0, (tmp_path / "2").read_text()
+        was_over = (
+            run.wait(LIMIT) == 2 and "nothing is left to resume" in (tmp_path / "2").read_text()
+        )  # in its last act
+        assert run.returncode == 0 or was_over, (tmp_path / "2").read_text()
     assert_same_run(expected, folder / "run")
 
 
 # On other ranks -------------------------------------------------------------------------------------------------------
 
 
+MOVING = "--batch 12 --nbs 180 --epochs 2 --save-steps 1 --patience 0 --noval --amp off"
+# Young weights at the rates of a recipe make a million times as much of a rounding in these thirty batches.
+CALM = "lr0: 0.001\nwarmup_bias_lr: 0.001\n"
+
+
+@pytest.fixture(scope="module")
+def more_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen batches: a run is stopped in the middle of an epoch however long its first checkpoint takes to write."""
+    return make_data(tmp_path_factory.mktemp("data"), 192, 6)
+
+
+def calm(data: Path, folder: Path) -> list[str]:
+    recipe = data.with_name("calm.yaml")
+    recipe.write_text(CALM)
+    return flags(data, folder, MOVING, f"--hyp {recipe}")
+
+
 def stopped_and_moved(data: Path, folder: Path, ranks: int, others: int, dtype: str) -> tuple[str, Path]:
     """Stop a run in the middle of an epoch, go on with another number of ranks; returns what that said."""
-    own = [*flags(data, folder, LINE), "--amp", "off"]
+    own = calm(data, folder)
     script = ["-m", "tests.dist.stopping"]
-    torchrun([*script, "SIGTERM", 2, dtype, *own], ranks, port=free_port(), timeout=LIMIT)
+    torchrun([*script, "SIGTERM", 1, dtype, *own], ranks, port=free_port(), timeout=LIMIT)
     assert (folder / "run/RESUME").read_text() == f"python train.py --resume {folder / 'run'}\n"
     saved = load_checkpoint(folder / "run/weights/last.pt")
-    assert saved["state"]["batch"] in range(1, 6), "not in the middle of an epoch"
+    assert saved["state"]["batch"] in range(1, 16), "not in the middle of an epoch"
     assert len(set(saved["meters"][:, -1].tolist())) == 1, "ranks stopped at different steps"
     done = torchrun([*script, "SIGTERM", 0, dtype, "--resume", folder / "run"], others, port=free_port(), timeout=LIMIT)
     assert done.returncode == 0, done.stderr
@@ -124,9 +144,10 @@ def stopped_and_moved(data: Path, folder: Path, ranks: int, others: int, dtype: 
 
 
 def weights(run_dir: Path) -> Tensor:
+    """Of the network and its average, without the statistics of BatchNorm, which are larger and rounder."""
     state = load_checkpoint(run_dir / "weights/last.pt")
-    tensors = [*state["model"].values(), *state["ema"]["module"].values()]
-    return torch.cat([tensor.double().flatten() for tensor in tensors])
+    pairs = [*state["model"].items(), *state["ema"]["module"].items()]
+    return torch.cat([tensor.double().flatten() for name, tensor in pairs if name.endswith(("weight", "bias"))])
 
 
 @pytest.mark.parametrize(
@@ -143,13 +164,13 @@ def weights(run_dir: Path) -> Tensor:
         )
     ],
 )
-def test_on_another_number_of_ranks(data: Path, tmp_path: Path, ranks: int, others: int, dtype: str) -> None:
+def test_on_another_number_of_ranks(more_data: Path, tmp_path: Path, ranks: int, others: int, dtype: str) -> None:
     """The same images with the same gradients: weights agree with the run that was left alone."""
-    own = [*flags(data, tmp_path / "whole", LINE), "--amp", "off"]
+    own = calm(more_data, tmp_path / "whole")
     done = torchrun(["-m", "tests.dist.stopping", "SIGTERM", 0, dtype, *own], ranks, port=free_port(), timeout=LIMIT)
     assert done.returncode == 0, done.stderr
-    said, moved = stopped_and_moved(data, tmp_path / "moved", ranks, others, dtype)
-    assert re.search(r"resuming from .*, epoch 1, batch [1-5]\n", said)
+    said, moved = stopped_and_moved(more_data, tmp_path / "moved", ranks, others, dtype)
+    assert re.search(r"resuming from .*, epoch 1, batch \d+\n", said)
     expected, found = weights(tmp_path / "whole/run"), weights(moved)
     far = {"float32": 1e-4, "float64": 1e-10}[dtype]
     assert ((found - expected).norm() / expected.norm()).item() <= far
