@@ -327,6 +327,17 @@ def test_damage_anywhere_falls_back(tmp_path: Path, capfd: pytest.CaptureFixture
     assert fell_back >= 215
 
 
+def test_content_that_is_not_what_was_saved(tmp_path: Path) -> None:
+    """In a file that is whole by itself: its archive's own sums are right."""
+    path = tmp_path / "last.pt"
+    save_checkpoint(small_state(), path)
+    content = torch.load(path, weights_only=True)
+    content["model"]["0.weight"].view(torch.int32)[7] ^= 1
+    torch.save(content, path)
+    with pytest.raises(UserError, match=r"last\.pt is damaged: its content does not have the digest"):
+        load_checkpoint(path)
+
+
 # what must not be saved -----------------------------------------------------------------------------------------------
 
 

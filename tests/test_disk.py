@@ -24,6 +24,7 @@ from tests.runs import CHILD_ENVIRONMENT, differences, results
 from utils.callbacks import Callback, CheckpointSaved, EpochEnd, Figures, Stop, TrainEnd, TrainStart
 from utils.checkpoint_files import load_checkpoint
 from utils.checkpoint_writer import CheckpointWriter, Outcome
+from utils.dataloaders import Batch
 from utils.dataset import build_index
 from utils.errors import NotWrittenError, UserError, ended_by
 from utils.loggers import TENSORBOARD_FILES, loggers_from_names
@@ -238,9 +239,9 @@ def test_whatever_the_disk_does(seed: int, tmp_path: Path) -> None:
                 files["last.pt"] = number
                 if better:
                     files["best.pt"] = number
-            if not finite and (better or not full or owed is None):
+            if not finite:
                 expected.append((last, number, better, False))
-            elif finite and not full:
+            elif not full:
                 expected.append((last, number, better, True))
             assert [(one.path, one.epoch, one.better, one.written) for one in writer.outcomes()] == expected
             assert writer.failed == (full or not finite)
@@ -438,9 +439,12 @@ def test_pictures_on_a_full_disk(data: Path, tmp_path: Path, capsys: pytest.Capt
         fill(disk)
         with Plots(disk, ["blue", "red"]) as plots:
             plots.add_labels(index)
+            images = torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8)
+            plots.add_train_batch(Batch(images, torch.zeros(0, 6), torch.tensor([0]), 0, 0, torch.zeros(1, 5)), index)
         assert [path.name for path in disk.iterdir()] == ["filler"]
     said = capsys.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r"WARNING: pictures of the run are missing: labels\.jpg \(OSError: .*No space left.*\)", said)
+    reasons = r"labels\.jpg \(OSError: .*\), train_batch0\.jpg \(OSError: .*\)"
+    assert re.fullmatch(rf"WARNING: pictures of the run are missing: {reasons}", said)
 
 
 def test_label_cache_on_a_full_disk(
@@ -448,7 +452,7 @@ def test_label_cache_on_a_full_disk(
 ) -> None:
     """Neither beside the images nor in the user's cache is room; the index is as good as one with a cache."""
     with small_disk(tmp_path / "disk", "1m") as disk:
-        shutil.copytree(data.parent, disk / "data", ignore=shutil.ignore_patterns("*.cache"))
+        shutil.copytree(data.parent, disk / "data", ignore=shutil.ignore_patterns(".lockstep"))
         monkeypatch.setenv("XDG_CACHE_HOME", str(disk / "cache"))
         (disk / "cache").mkdir()
         fill(disk)

@@ -328,6 +328,7 @@ def test_state_view_is_the_state_dict(cfg: str) -> None:
     """Names, their order, and the very tensors, also after one was replaced."""
     model = YOLOV5.build(load_yaml(find_yaml(cfg, "model")), 2, ["a", "b"])
     view = StateView(model)
+    assert list(view.tensors()) == list(model.state_dict())
     norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
     norm.running_var = torch.ones_like(norm.running_var) * 2  # type: ignore[arg-type]
     found, expected = view.tensors(), model.state_dict()

@@ -7,6 +7,7 @@ under a launcher that was typed by hand.
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import json
 import logging
 import os
@@ -225,6 +226,7 @@ def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
     if not launcher:
         return main
     end_with_parent()
+    faulthandler.enable()  # a crash in C leaves the Python stack
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the launcher runs in the background
     if OURS in os.environ:
         sys.excepthook = lambda *_: None

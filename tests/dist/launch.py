@@ -110,6 +110,12 @@ def wait_for_end(pids: Sequence[int], limit: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+def ranks_of(pid: int) -> list[int]:
+    """Process ids of the ranks that a launcher started, in their order."""
+    listing = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    return sorted(map(int, listing.stdout.split()))
+
+
 def descendants(pid: int) -> list[int]:
     """Children of a process and theirs, also those that made a session of their own."""
     listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.common import PROJECT
-from tests.dist.launch import HEADER, descendants, kill, start, wait_for
+from tests.dist.launch import HEADER, kill, ranks_of, start, wait_for
 from tests.runs import CHILD_ENVIRONMENT, assert_same_run, flags, make_data
 from utils.errors import DivergedError
 from utils.restarts import Life, begin_life, find_own_run
@@ -43,7 +43,7 @@ def test_a_rank_is_killed(data: Path, whole: tuple[Path, float], tmp_path: Path,
     run = start([*flags(data, tmp_path, LINE), "--device", "cpu,cpu"], tmp_path, tmp_path / "said")
     wait_for(HEADER, run, tmp_path / "said")
     time.sleep(random.Random(number).random() * whole[1])
-    ranks = descendants(run.pid)
+    ranks = ranks_of(run.pid)
     for pid in ranks[number % 2 : number % 2 + 1]:
         kill(pid)
     status, said = run.wait(LIMIT), (tmp_path / "said").read_text()
@@ -58,7 +58,7 @@ def test_one_worker(data: Path, tmp_path: Path) -> None:
     """A run on a single device has a launcher too, if it is to be started again."""
     run = start(flags(data, tmp_path, LINE), tmp_path, tmp_path / "said")
     wait_for(HEADER, run, tmp_path / "said")
-    kill(descendants(run.pid)[0])
+    kill(ranks_of(run.pid)[0])
     assert run.wait(LIMIT) == 0, (tmp_path / "said").read_text()
     assert "restart 1, in " in (tmp_path / "said").read_text()
 

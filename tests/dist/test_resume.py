@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.dist.launch import HEADER, descendants, free_port, kill, start, torchrun, wait_for
+from tests.dist.launch import HEADER, descendants, free_port, kill, ranks_of, start, torchrun, wait_for
 from tests.runs import assert_same_run, flags, make_data, results, train_here
 from utils.errors import UserError
 from utils.torch_utils import load_checkpoint
@@ -65,8 +65,8 @@ def kill_at(moment: float, victim: str, run: "subprocess.Popen[bytes]", said: Pa
     """
     wait_for(HEADER, run, said)
     time.sleep(moment)
-    everyone = [run.pid, *descendants(run.pid)]  # the launcher, its ranks, theirs
-    victims = {"launcher": everyone[:1], "first rank": everyone[1:2], "last rank": everyone[-1:], "all": everyone}
+    everyone, ranks = [run.pid, *descendants(run.pid)], ranks_of(run.pid)
+    victims = {"launcher": everyone[:1], "first rank": ranks[:1], "last rank": ranks[-1:], "all": everyone}
     for pid in victims[victim]:
         kill(pid)
     run.wait(LIMIT)

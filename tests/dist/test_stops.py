@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.common import PROJECT
-from tests.dist.launch import HEADER, descendants, free_port, start, torchrun, wait_for, wait_for_end
+from tests.dist.launch import HEADER, descendants, free_port, ranks_of, start, torchrun, wait_for, wait_for_end
 from tests.runs import assert_same_run, flags, make_data
 from utils.torch_utils import load_checkpoint
 
@@ -58,8 +58,8 @@ def stop(
     if after:
         wait_for(after, run, folder.with_suffix(".said"))
     time.sleep(moment)
-    everyone = [run.pid, *descendants(run.pid)]
-    victims = {"launcher": everyone[:1], "first rank": everyone[1:2], "last rank": everyone[2:3], "all": everyone}
+    everyone, ranks = [run.pid, *descendants(run.pid)], ranks_of(run.pid)
+    victims = {"launcher": everyone[:1], "first rank": ranks[:1], "last rank": ranks[1:], "all": everyone}
     for pid in victims[victim] or everyone[:1]:  # there may be no ranks yet
         with suppress(ProcessLookupError):
             os.kill(pid, number)
