@@ -35,7 +35,7 @@ from models.families import Family, family_of, load_model
 from models.yolo import DetectionModel
 from utils.callbacks import Callback, check_callbacks, check_picklable
 from utils.config import ROOT, TrainConfig, ValConfig, build_config, find_yaml, load_yaml
-from utils.errors import USER_ERROR, UserError, await_turn, run_cli
+from utils.errors import RESUMABLE, USER_ERROR, Stopped, UserError, await_turn, run_cli
 from utils.flags import given_keywords
 from utils.interrupts import interrupts_held
 from utils.jobs import (
@@ -50,7 +50,7 @@ from utils.jobs import (
     write_job,
     write_outcome,
 )
-from utils.launch import as_worker, end_with_parent, launch, orphaned, worker_devices
+from utils.launch import GRACE, as_worker, end_with_parent, launch, orphaned, worker_devices
 from utils.predictions import Prediction, predict, predict_config
 from utils.torch_utils import (
     ALONE,
@@ -67,7 +67,8 @@ __all__ = ["YOLO", "Callback", "Results", "TrainingError", "UserError"]
 RESULTS = "results.json"
 # How other processes get here; not as a script, for in a worker the caller's may have to be __main__.
 START = ("-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); from lockstep import work; work()")
-PATIENCE = 60  # seconds that an interrupted call waits for its workers
+PATIENCE = GRACE + 15  # seconds that an interrupted call waits for its launcher, which waits for the workers
+STOPPED = "stopped.json"
 
 
 class TrainingError(RuntimeError):
@@ -162,6 +163,8 @@ class YOLO:
         Raises:
             UserError: something is wrong with flags, data or weights; nothing was trained then.
             TrainingError: a worker process failed.
+            Stopped: a KeyboardInterrupt; the run was told to stop by a signal or ``time_limit`` and was saved. Its
+                arguments say how to go on.
         """
         refuse_to_recurse()
         check_callbacks(callbacks)
@@ -313,6 +316,9 @@ def _in_workers(folder: Path, method: str, given: Mapping[str, Any], callbacks: 
     mistake, outcome = read_outcome(folder, MISTAKE), read_outcome(folder, OUTCOME)
     if mistake:
         raise UserError(mistake["message"], mistake["messages"])
+    stopped = read_outcome(folder, STOPPED)
+    if status == RESUMABLE and stopped:
+        raise Stopped(stopped["by"], RESUMABLE, stopped["lines"])
     found = read_outcome(folder, RESULTS)
     if status or found is None:
         text = outcome["text"] if outcome else ""
@@ -391,6 +397,10 @@ def _work() -> int:
         if env.is_main_process:
             found = {"run_dir": str(results.run_dir.resolve()), "rows": results.rows, "fitness": results.fitness}
             write_outcome(folder, RESULTS, found)
+    except Stopped as stop:
+        if stop.args:  # how to go on; rank 0 knows
+            write_outcome(folder, STOPPED, {"by": stop.by, "lines": list(stop.args)})
+        raise
     except UserError as error:  # the caller says it, in its own terminal
         await_turn()
         write_outcome(folder, MISTAKE, {"message": str(error), "messages": error.messages})

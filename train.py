@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,10 +38,10 @@ import val
 from models.families import weights_of
 from models.start import check_launchable, choose_sync_bn
 from models.yolo import load_state
-from utils.autobatch import AUTOMATIC, automatic_batch
+from utils.autobatch import automatic_batch
 from utils.callbacks import Callback, Callbacks, CheckpointSaved, check_callbacks
 from utils.checkpoint_writer import CheckpointWriter
-from utils.config import config_to_dict, seconds_of
+from utils.config import AUTOMATIC, config_to_dict, seconds_of
 from utils.console import EpochProgress, RunClock, duration
 from utils.cuda_graph import can_capture, capture
 from utils.data_config import build_train_config
@@ -64,7 +65,7 @@ from utils.flags import given_flags
 from utils.header import header
 from utils.heartbeat import Phase, beat
 from utils.inputs import read_inputs
-from utils.interrupts import StopRequest, stops_end_the_process
+from utils.interrupts import BEGAN, STARTED, StopRequest, stops_end_the_process
 from utils.launch import as_worker, last_words, launch, say, worker_devices
 from utils.loader_notes import deaths_explained
 from utils.logging import DeviceMeter, get_logger
@@ -77,11 +78,12 @@ from utils.resume import RESUMABLE_FLAGS, check_ranks, resume
 from utils.run_events import epoch_end, train_end, train_start
 from utils.run_folder import (
     claim,
+    claims_released,
     create_run_dir,
+    forget_stop,
     has_checkpoint,
     how_to_go_on,
     prepare_weights_dir,
-    release,
     was_stopped,
     write_description,
 )
@@ -156,32 +158,34 @@ def train(
     Raises:
         UserError: flags, data, network and weights do not fit together; nothing has been trained then.
     """
-    log = get_logger()
-    run = set_up(config, env, resumed, callbacks)
+    with claims_released():
+        return carry_out(set_up(config, env, resumed, callbacks), resumed is not None)
+
+
+def carry_out(run: Run, resumed: bool) -> Results:
+    """Train a run from where it is to its end. Collective: every rank must call it."""
+    config, env, log = run.config, run.env, get_logger()
     with resumable(run), run.callbacks, contextlib.ExitStack() as stack:
-        stack.callback(release, run.run_dir)
         stack.enter_context(contextlib.closing(run.writer))
         stack.enter_context(run.plots)
         train_batches, val_batches = open_loaders(run, stack)
         stack.enter_context(deaths_explained())
         log.info(header(run))
         run.plots.add_labels(run.train_index)
-        run.callbacks.train_start(train_start(run, LOSSES, resumed is not None))
+        run.callbacks.train_start(train_start(run, LOSSES, resumed))
 
         # 5. loop ----------------------------------------------------------------------------------------------------
         clock = RunClock(config.epochs, run.state.epoch + run.state.batch / run.schedule.batches_per_epoch)
         batches_left = run.schedule.batches_per_epoch - run.state.batch
         step_done = stack.enter_context(profiling(config.profile, env, run.run_dir, batches_left))
         stack.enter_context(run.stop.heeded())
-        while run.state.epoch < config.epochs:
+        while run.state.epoch < config.epochs and not run.state.stopped:
             with paced(env):
                 losses = train_epoch(run, train_batches, clock, step_done)
             say_unreadable(run, train_batches.take_unreadable())
 
             # 6. epoch end: validation, files, verdict ---------------------------------------------------------------
             end_epoch(run, losses, val_batches, clock)
-            if run.state.stopped:
-                break
 
         # 7. end -----------------------------------------------------------------------------------------------------
         results = finish(run, val_batches, clock)
@@ -391,9 +395,10 @@ def stop_if_diverged(run: Run) -> None:
         return
     save_in_epoch(run)
     once(run.writer.wait, run.env)
+    where = "could not be written" if run.writer.failed else f"are in {run.weights_dir / 'last.pt'}"  # rank 0 speaks
     raise DivergedError(
         f"the last {run.skips.in_row} optimizer steps had gradients that are not finite and were skipped. The weights "
-        f"of before are in {run.weights_dir / 'last.pt'}: look at the images that were named, then start anew from "
+        f"of before {where}: look at the images that were named, then start anew from "
         "them (--weights) with a lower lr0 in --hyp, or with --amp off if that is not the default here"
     )
 
@@ -412,7 +417,9 @@ def between_windows(run: Run, voted: torch.Tensor, i: int) -> None:
     if stop:
         leave(run)
     every = run.config.save_steps
-    if save or (every > 0 and run.state.step % every == 0):
+    # A wish that was on its way while the one before it was granted is no wish for another.
+    run.just_saved = (save and not run.just_saved) or (every > 0 and run.state.step % every == 0)
+    if run.just_saved:
         save_in_epoch(run)
 
 
@@ -521,10 +528,12 @@ def open_run_dir(config: TrainConfig, resumed: Mapping[str, Any] | None) -> Path
     """Return the run's folder, a new one unless a run is resumed; it is this process's own from here on."""
     if resumed is not None:
         claim(Path(resumed["run_dir"]))
+        forget_stop(Path(resumed["run_dir"]))
         begin_life(Path(resumed["run_dir"]), this_life(), resumed["state"]["step"])
         return Path(resumed["run_dir"])
     made = create_run_dir(config.project, config.name, config.exist_ok)
     claim(made)
+    forget_stop(made)
     begin_life(made, this_life(), 0)
     prepare_weights_dir(made / "weights")
     return made
@@ -643,7 +652,9 @@ def places(given: Mapping[str, Any], config: TrainConfig | None, env: DistEnv) -
     """
     device = config.device if config else given.get("device", "")
     copies = replica_devices(config.dp, device, env) if config else []
-    if copies:
+    if copies and config is not None:
+        if config.max_restarts:
+            raise UserError("--max-restarts starts processes again, --dp has a single one; leave one of them out")
         return str(copies[0]), []
     alone = config is not None and config.max_restarts > 0  # a single worker can be started again as well
     return device, worker_devices(device, env, least=1 if alone else 2)
@@ -671,7 +682,7 @@ def for_workers(
     check_launchable(config, resumed, len(devices))
     if batch == AUTOMATIC:
         batch = automatic_batch(config, given, devices[0], len(devices))
-    return {"device": config.device, "batch_size": batch}
+    return {"device": config.device, "batch_size": batch, "max_restarts": config.max_restarts}
 
 
 def begin(
@@ -754,6 +765,7 @@ def main(argv: list[str] | None = None) -> int:
     device, devices = places(given, config, env)
     if config and devices:
         more = for_workers(given, config, resumed, devices)
+        resumed = None  # workers read their own
         command = [__file__, *argv, "--device", device, "--batch-size", str(more["batch_size"])]
         return say(launch(command, devices, max_restarts=config.max_restarts))
     timeout = given.get("dist_timeout", TrainConfig.dist_timeout)
@@ -763,4 +775,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault(STARTED, str(BEGAN))
     run_cli(as_worker(main))

@@ -273,7 +273,8 @@ def test_errors_of_others_are_told(data: Path, tmp_path: Path) -> None:
         LostDataError, match=r"images in a row, .*, could not be read, the last one was .*images/"
     ) as info:
         train_with([callback], *flags(own, tmp_path / "runs", "--noplots", "--cache", "off"))
-    assert callback.kinds() == ["TrainStart", "EpochEnd", "CheckpointSaved", "ExceptionRaised"]
+    told = [kind for kind in callback.kinds() if kind != "CheckpointSaved"]  # it may not be on the disk by then
+    assert told == ["TrainStart", "EpochEnd", "ExceptionRaised"]
     assert callback.events[-1].error is info.value
 
 

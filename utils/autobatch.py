@@ -23,7 +23,6 @@ from utils.optim import build_optimizer
 from utils.steps import MAX_GRAD_NORM, BufferSnapshot, choose_precision, guarded_step
 from utils.torch_utils import DistEnv, ModelEMA, split_global_batch
 
-AUTOMATIC = -1  # the value of --batch-size
 CPU_BATCH = 16  # more makes a CPU no faster, and its memory is shared with everything else
 SHARE = 0.85  # of the free memory: the rest is for what differs from step to step, and for NCCL
 SIZES = (1, 2, 4, 8, 16)

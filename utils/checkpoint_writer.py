@@ -90,7 +90,7 @@ class CheckpointWriter:
                 self._outcomes.append(replace(goal, written=False))
             get_logger().warning(
                 f"{goal.path} was not written: {error}; the one before it stays, training goes on, and the next save "
-                "tries again"
+                f"tries again{''.join(f'; {path.name} is left out' for path in goal.also if path != best)}"
             )
 
     def _is_finite(self, state: dict[str, Any], goal: Outcome) -> bool:

@@ -88,6 +88,9 @@ examples:
   python detect.py --weights best.pt --source list.streams                  several of these at once"""
 
 
+AUTOMATIC = -1  # of --batch-size: what fits
+
+
 @dataclass
 class TrainConfig:
     """Flags of train.py."""
@@ -129,7 +132,7 @@ class TrainConfig:
         "images per forward and backward pass, over all devices; -1 = what fits",
         "--batch",
         low=1,
-        also=-1,
+        also=AUTOMATIC,
     )
     nbs: int = flag(64, "training", "nominal batch: gradients are accumulated up to about so many images", low=1)
     hyp: str = flag("hyp.scratch-low.yaml", "training", "hyperparameter YAML, a path or a shipped name", metavar="FILE")

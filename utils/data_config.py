@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from utils.config import ROOT, SPLITS, TrainConfig, build_config, find_yaml, load_yaml, yaml_word
 from utils.errors import Problems, UserError, nearest
@@ -192,9 +193,16 @@ def _downloads(value: Any, problems: Problems) -> tuple[list[str], str]:
     if not isinstance(value, list) and not re.fullmatch(r"[A-Za-z][\w+.-]*://\S*", words[0]):
         return [], value
     for word in words:
-        if not re.match(r"https?://[^/\s]+/\S*$", word, re.IGNORECASE):
+        if not re.match(r"https?://[^/\s]+/\S*$", word, re.IGNORECASE) or not _has_host(word):
             problems.add(f"download: {_shown(word)} is not an address of a file, https://HOST/FILE")
     return words, ""
+
+
+def _has_host(address: str) -> bool:
+    try:
+        return bool(urlsplit(address).hostname)
+    except ValueError:  # half an IPv6 address
+        return False
 
 
 def _default_flags(value: Any, problems: Problems) -> dict[str, Any]:

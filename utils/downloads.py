@@ -152,7 +152,11 @@ def _fetch_one(file: Published, target: Path) -> None:
     """Fetch a file that is not there; the caller holds its lock."""
     mirror = os.environ.get(MIRROR, "").rstrip("/")
     address = f"{mirror}/{file_name(file.address)}" if mirror else file.address
-    if urlsplit(address).scheme.lower() not in ("https", "http") or not urlsplit(address).hostname:
+    try:
+        usable = urlsplit(address).scheme.lower() in ("https", "http") and bool(urlsplit(address).hostname)
+    except ValueError:  # half an IPv6 address
+        usable = False
+    if not usable:
         raise _GiveUpError(f"{shown(address)} is no https or http address")
     for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):  # of a process that is gone
         left.unlink(missing_ok=True)
@@ -366,11 +370,12 @@ def locked(target: Path) -> Iterator[None]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     place = target.with_name(f".{target.name}.lock")
-    descriptor, told = -1, False
+    descriptor, held, told = -1, False, False
     try:
-        while descriptor < 0:
+        while not held:
             descriptor = os.open(place, os.O_RDWR | os.O_CREAT, 0o644)
-            if _take(descriptor) and _is_at(descriptor, place):
+            held = _take(descriptor) and _is_at(descriptor, place)
+            if held:
                 break
             os.close(descriptor)
             descriptor = -1
@@ -381,7 +386,7 @@ def locked(target: Path) -> Iterator[None]:
             time.sleep(LOCK_POLL)
         yield
     finally:
-        if descriptor >= 0:
+        if held:
             with contextlib.suppress(OSError):
                 if sys.platform == "win32":  # where open files can't be removed
                     os.close(descriptor)

@@ -22,7 +22,7 @@ def name_process(name: str) -> None:
         file.write(name)
 
 
-def fork_context() -> context.BaseContext:
+def fork_context() -> context.ForkContext:
     """Return the multiprocessing context of such processes; on Linux only, elsewhere forking is not safe."""
     assert sys.platform == "linux", sys.platform
     return _Context()
@@ -40,7 +40,7 @@ if sys.platform == "linux":
         def _bootstrap(self, parent_sentinel: int) -> int:
             os.write(self._writer, b"1")
             os.close(self._writer)
-            return self._process._bootstrap(parent_sentinel=parent_sentinel)  # type: ignore[attr-defined, no-any-return]
+            return self._process._bootstrap(parent_sentinel=parent_sentinel)  # type: ignore[attr-defined]
 
     class _Popen(popen_fork.Popen):
         def _launch(self, process_obj: Any) -> None:

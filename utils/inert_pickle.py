@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
+LONGEST_PATH = 4096  # letters
+LONGEST_NAME = 200  # letters of a module and a class
+MOST_COPIED = 2000  # entries of a set or dict that is made by a call; torch writes them one by one
 MOST_BYTES = 64 << 20
 MOST_STEPS = 1_000_000  # operations; an unstripped checkpoint of the largest YOLOv5 has some 300,000
 KEY_LIMIT = 1 << 31  # whole numbers as keys: others can be chosen so that all have one hash, which takes ages
@@ -115,10 +118,11 @@ class _Machine:
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # stacks that marks have put aside
         self.memo: dict[int, Any] = {}
+        self.copied = 0  # parts of what calls made
 
     def run(self, data: bytes) -> Any:
         for steps, (code, argument, _) in enumerate(pickletools.genops(data)):
-            if steps >= MOST_STEPS:
+            if steps + self.copied >= MOST_STEPS:
                 raise RefusedError(f"its description of objects takes more than {MOST_STEPS} steps")
             name = code.name
             if name in VALUES:
@@ -210,13 +214,13 @@ class _Machine:
 
     def global_(self, names: str) -> None:
         module, name = names.split(" ", 1)
-        self.stack.append(Global(RENAMED.get(module, module), name))
+        self.stack.append(_named(module, name))
 
     def stack_global(self, _: Any) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
             raise RefusedError("it names a class by something that is no text")
-        self.stack.append(Global(RENAMED.get(module, module), name))
+        self.stack.append(_named(module, name))
 
     def call(self, _: Any) -> None:
         args, function = self.stack.pop(), self.stack.pop()
@@ -225,7 +229,13 @@ class _Machine:
             raise RefusedError(f"it wants {what} to be called, which no weights need; nothing of it was run")
         if not isinstance(args, tuple):
             raise RefusedError(f"it wants {function.path} to be called with something that is no list of arguments")
-        self.stack.append(self.makers[function.path](*args))
+        self.stack.append(self.charged(self.makers[function.path](*args)))
+
+    def charged(self, made: Any) -> Any:
+        """Count the parts of what a call made as steps: a call may copy what it is given again and again."""
+        if isinstance(made, (dict, set, tuple, str, bytes)):
+            self.copied += len(made)
+        return made
 
     def new(self, _: Any) -> None:
         args, kind = self.stack.pop(), self.stack.pop()
@@ -280,6 +290,12 @@ OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
 }
 
 
+def _named(module: str, name: str) -> Global:
+    if len(module) + len(name) > LONGEST_NAME:
+        raise RefusedError("it names a class with an overlong name")
+    return Global(RENAMED.get(module, module), name)
+
+
 def checked_key(key: Any) -> Any:
     """Return a key of a dict or entry of a set if hashing it is quick and safe: not deeply nested, not chosen to clash.
 
@@ -303,11 +319,18 @@ def _simple_key(key: Any) -> Any:
 
 
 def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
-    return {checked_key(key): value for key, value in pairs}
+    return {checked_key(key): value for key, value in _few(pairs)}
 
 
 def _set(entries: Any = ()) -> set[Any]:
-    return set(map(checked_key, entries))
+    return set(map(checked_key, _few(entries)))
+
+
+def _few(entries: Any) -> Any:
+    """Refuse to copy many entries at once: a short file could ask for it again and again."""
+    if len(entries) > MOST_COPIED:
+        raise RefusedError(f"it has {len(entries)} entries to be copied")
+    return entries
 
 
 def _bytes() -> bytes:
@@ -322,11 +345,18 @@ def _encode(text: str, encoding: str) -> bytes:
 
 
 def _posix_path(*parts: str) -> str:
-    return str(PurePosixPath(*parts))
+    return str(PurePosixPath(*_short(parts)))
 
 
 def _windows_path(*parts: str) -> str:
-    return str(PureWindowsPath(*parts))
+    return str(PureWindowsPath(*_short(parts)))
+
+
+def _short(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """Refuse a path longer than any system has: made of itself again and again it would double each time."""
+    if sum(map(len, parts)) > LONGEST_PATH:
+        raise RefusedError("it has an overlong path")
+    return parts
 
 
 def _dtype(*args: Any) -> Record:

@@ -11,6 +11,8 @@ from types import FrameType
 from utils.errors import Stopped
 
 CTRL_C = "Ctrl-C"
+STARTED = "LOCKSTEP_STARTED"  # in a script's environment: when it or its launcher was started, seconds since 1970
+BEGAN = time.time()  # of this process, about
 # SIGINT is that, SIGTERM a scheduler's or the launcher's, SIGUSR1 SLURM's notice of the end, SIGHUP a lost terminal.
 STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
@@ -54,18 +56,20 @@ def stops_end_the_process() -> contextlib.AbstractContextManager[None]:
 class StopRequest:
     """What asks a run to stop, so that it stops where that costs nothing; a context manager.
 
-    While the context is open a signal does nothing else but to be remembered. A second Ctrl-C is KeyboardInterrupt.
+    While the context is open a signal does nothing else but to be remembered. A second Ctrl-C is KeyboardInterrupt,
+    and so is the first one after another signal.
 
     Attributes:
         by: the signal, or the time limit; "" as long as nothing asked.
 
     Args:
-        time_limit: seconds from now; None for none.
+        time_limit: seconds from the start of the script or launcher, called from Python from now; None for none.
     """
 
     def __init__(self, time_limit: float | None = None) -> None:
         self.by = ""
-        self._end = None if time_limit is None else time.monotonic() + time_limit
+        gone = time.time() - float(os.environ.get(STARTED, time.time()))
+        self._end = None if time_limit is None else time.monotonic() + time_limit - max(gone, 0.0)
 
     def __bool__(self) -> bool:
         if not self.by and self._end is not None and time.monotonic() >= self._end:
@@ -79,7 +83,7 @@ class StopRequest:
             yield
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.by == CTRL_C:
+        if number == signal.SIGINT and self.by:
             raise KeyboardInterrupt
         if not self.by:
             self.by = CTRL_C if number == signal.SIGINT else signal.Signals(number).name

@@ -32,6 +32,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from utils.devices import parse_device
 from utils.errors import ENDS, NO_PROGRESS, RESUMABLE, USER_ERROR, Stopped, ended_by
 from utils.heartbeat import STALLED
+from utils.interrupts import BEGAN, STARTED
 from utils.torch_utils import DistEnv
 
 OURS = "LOCKSTEP_LAUNCHER"  # in a worker's environment: the process that started it
@@ -144,7 +145,8 @@ def _log_folder() -> Path:
 
 def _worker_variables(devices: Sequence[torch.device], restarts: bool) -> dict[str, str]:
     """Environment of the workers beside what the elastic launcher sets."""
-    variables = {OURS: str(os.getpid()), "PYTHONUNBUFFERED": "1"}  # what is said comes at once, also before a kill
+    variables = {OURS: str(os.getpid()), STARTED: os.environ.get(STARTED, str(BEGAN))}
+    variables["PYTHONUNBUFFERED"] = "1"  # what is said comes at once, also before a kill
     if restarts:
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # with a shared one they would wait for good
     if "OMP_NUM_THREADS" not in os.environ:
@@ -237,7 +239,7 @@ def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
             status = recorded() or 0
         except ENDS as stop:
             status = ended_by(stop)
-            if isinstance(stop, Stopped) and stop.status == RESUMABLE and "TORCHELASTIC_ERROR_FILE" in os.environ:
+            if isinstance(stop, Stopped) and stop.args and "TORCHELASTIC_ERROR_FILE" in os.environ:  # it can go on
                 Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STOPPED).touch()
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -69,11 +69,19 @@ def find_own_run(project: str, life: Life) -> Path | None:
     """Return the folder that the life before wrote to; None if it did not get as far."""
     if life.restarts == 0:
         return None
-    for folder in Path(project).glob("*"):
-        record = _read(folder)
-        if record and ((life.run_id and record.run_id == life.run_id) or (life.agent and record.agent == life.agent)):
-            return folder
-    return None
+    records = {folder: record for folder in Path(project).glob("*") if (record := _read(folder))}
+    own = [folder for folder, record in records.items() if life.agent and record.agent == life.agent]
+    if not own:  # the first rank may have moved to another machine; there launches have their ids only, maybe old ones
+        own = [
+            folder
+            for folder, record in records.items()
+            if life.run_id and record.run_id == life.run_id and _machine(record.agent) != _machine(life.agent)
+        ]
+    return max(own, key=lambda folder: (folder / RECORD).stat().st_mtime, default=None)
+
+
+def _machine(agent: str) -> str:
+    return agent.split(" ")[0]
 
 
 def begin_life(run_dir: Path, life: Life, step: int) -> None:

@@ -5,27 +5,20 @@ from pathlib import Path
 from typing import Any
 
 from utils.checkpoint_files import load_checkpoint
-from utils.config import TrainConfig, build_config
+from utils.config import AUTOMATIC, TrainConfig, build_config
 from utils.data_config import build_train_config
 from utils.errors import UserError
 from utils.run_folder import DESCRIPTION, find_resumable
 from utils.torch_utils import load_newest
 
 # These may differ from the run's own: where and how fast it runs, how long, and what it leaves besides its weights.
-RESUMABLE_FLAGS = {"resume", "device", "dp", "dist_timeout", "cuda_graph", "workers", "cache", "project", "noplots"}
-RESUMABLE_FLAGS |= {
-    "loggers",
-    "profile",
-    "epochs",
-    "patience",
-    "save_period",
-    "save_steps",
-    "time_limit",
-    "max_restarts",
-}
-AUTOMATIC = -1  # of --batch-size
-RESUMABLE_FLAGS |= {"stall_warning", "stall_timeout"}
+RESUMABLE_FLAGS = {
+    "resume", "project", "device", "dp", "cuda_graph", "workers", "cache", "dist_timeout", "stall_warning",
+    "stall_timeout", "max_restarts", "time_limit", "epochs", "patience", "save_period", "save_steps", "noplots",
+    "loggers", "profile",
+}  # fmt: skip
 SILENT = {"resume", "project"}  # they name the run
+GO_BEYOND = {"epochs", "patience"}  # with a new value of these a run that stopped early goes on
 # What a checkpoint holds; see utils.run_state.
 STATE_KEYS = {"state", "model", "ema", "optimizer", "scaler", "meters", "rank_buffers", "rng", "spec", "names"}
 STATE_KEYS |= {"config", "precision", "data", "hyp", "versions"}
@@ -74,7 +67,7 @@ def resume(given: Mapping[str, Any], *, again: bool = False) -> tuple[TrainConfi
     done = saved["state"]["epoch"]
     if config.epochs < done:
         raise UserError(f"--resume {run_dir}: --epochs {config.epochs} is less than the {done} that are done")
-    if saved["state"]["stopped"]:
+    if GO_BEYOND & given.keys() and not again:
         saved["state"]["stopped"] = False  # it goes on, as far as its new settings let it
     saved["said"] = _changes(given, saved["config"], config)
     saved["run_dir"], saved["path"] = str(run_dir), str(path)
@@ -118,14 +111,14 @@ def _over(run_dir: Path, saved: Mapping[str, Any], given: Mapping[str, Any]) -> 
     """Return why nothing is left to do in a run, '' if something is."""
     epochs = given.get("epochs", saved["config"]["epochs"])
     if saved["state"]["stopped"]:
-        return "" if {"epochs", "patience"} & given.keys() else "it stopped early"
+        return "" if GO_BEYOND & given.keys() or _was_cut_short(run_dir) else "it stopped early"
     if saved["state"]["epoch"] < epochs or _was_cut_short(run_dir):
         return ""
     return "all its epochs are done"
 
 
 def _was_cut_short(run_dir: Path) -> bool:
-    """Whether a run whose epochs are done died before its end, whose last act is to strip best.pt."""
+    """Whether a run that has no epoch left died before its end, whose last act is to strip best.pt."""
     try:
         return "optimizer" in load_checkpoint(run_dir / "weights" / "best.pt")
     except UserError:

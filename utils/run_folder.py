@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -219,19 +219,35 @@ def claim(run_dir: Path) -> None:
                 f"{run_dir} is in use by another run ({owner}); wait for its end, or write elsewhere with --name"
             ) from None
         return
-    _claims[run_dir] = file
+    _claims[run_dir.resolve()] = file
     with contextlib.suppress(OSError):
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}\n")
         file.flush()
-        (run_dir / RESUME).unlink(missing_ok=True)
 
 
 def release(run_dir: Path) -> None:
     """Let others have a run folder."""
-    if run_dir in _claims:
+    if run_dir.resolve() in _claims:
         with contextlib.suppress(OSError):  # a full disk did not take what is still to be written; it is closed anyway
-            _claims.pop(run_dir).close()
+            _claims.pop(run_dir.resolve()).close()
+
+
+@contextlib.contextmanager
+def claims_released() -> Iterator[None]:
+    """Context at whose end all folders that were claimed in it are free, however it ends."""
+    before = set(_claims)
+    try:
+        yield
+    finally:
+        for run_dir in set(_claims) - before:
+            release(run_dir)
+
+
+def forget_stop(run_dir: Path) -> None:
+    """Remove the file RESUME: the run goes on."""
+    with contextlib.suppress(OSError):
+        (run_dir / RESUME).unlink(missing_ok=True)
 
 
 def _checkpoints(run_dir: Path) -> list[Path]:

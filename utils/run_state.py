@@ -152,6 +152,7 @@ class Run:
     proven: tuple[float, int] = (-1.0, 0)  # best_fitness and best_epoch as of best.pt
     weights: "StateView | None" = None  # what checkpoints take of the two networks; made by the first one
     averages: "StateView | None" = None
+    just_saved: bool = False  # at the end of the window before; the same on all ranks
     saved_at: float = field(default_factory=time.monotonic)  # when a checkpoint was last taken
 
     @property

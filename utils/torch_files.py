@@ -230,6 +230,8 @@ def _stored_parameter(data: Any, *_: Any) -> StoredTensor:
 
 
 def _shape(lengths: Any) -> tuple[int, ...]:
+    if len(lengths) > MOST_DIMENSIONS:
+        raise RefusedError("it has a tensor with an impossible number of dimensions")
     _check_lengths(lengths)
     return tuple(lengths)
 
