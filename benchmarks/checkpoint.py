@@ -37,6 +37,7 @@ from utils.checkpoint_writer import Outcome
 from utils.config import ROOT
 from utils.data_config import build_train_config
 from utils.errors import UserError, run_cli
+from utils.run_folder import release
 from utils.run_state import run_state
 from utils.torch_utils import process_group, save_checkpoint
 
@@ -69,8 +70,8 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 def flags(data: str, cfg: str, folder: Path) -> dict[str, Any]:
     """Return flags of a run that writes into a folder and starts as fast as it can."""
-    small = {"imgsz": 64, "batch_size": 2, "workers": 0, "cache": "off", "noplots": True, "device": "cpu"}
-    return {"data": data, "cfg": cfg, "weights": "", "project": str(folder), **small}
+    small = {"imgsz": 64, "batch_size": 2, "optimizer": "SGD", "workers": 0, "cache": "off", "noplots": True}
+    return {"data": data, "cfg": cfg, "weights": "", "project": str(folder), "device": "cpu", **small}
 
 
 def trained(run: train.Run) -> Callable[[], None]:
@@ -137,7 +138,7 @@ def measure_starts(data: str, cfg: str, starts: int) -> dict[str, list[float]]:
             trained(run)()
             save_checkpoint(run_state(run), run.weights_dir / "last.pt")
             run.writer.close()
-            train.release(run.run_dir)
+            release(run.run_dir)
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if name != "noplots"]
         commands = {FRESH: [*words, "--noplots"], RESUMED: ["--resume", str(run.run_dir)]}
         for number in tqdm(range(starts + 1), "starts", leave=False, disable=None):

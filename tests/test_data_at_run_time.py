@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 import torch
 
-import train
 import val
 from models.families import YOLOV5
 from models.yolo import DetectionModel
@@ -33,7 +32,7 @@ from tests.common import PROJECT
 from tests.dist.launch import descendants, free_port, kill, start, torchrun, wait_for, wait_for_end
 from tests.test_dataloaders import OFF, make_jpegs, mixed_shapes
 from tests.test_order import HYP, load
-from utils.augmentations import GREY, letterbox, resize_longest
+from utils.augmentations import GREY, letterbox
 from utils.config import Hyp, find_yaml, load_yaml
 from utils.console import RunClock, duration
 from utils.data_report import NOTHING_FOUND, REPLACED, UnreadableImages
@@ -168,6 +167,11 @@ def test_ranks_and_workers_take_the_same(index: LabelIndex, rect: bool) -> None:
             assert torch.equal(a.targets, b.targets)
 
 
+def become_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "deleted": (Path.unlink, GONE),
     "empty": (lambda path: path.write_bytes(b""), "cannot be decoded"),
@@ -177,7 +181,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: path.write_bytes(cv2.imencode(path.suffix, np.zeros((90, 110, 3), np.uint8))[1].tobytes()),
         "was 80 x 70 pixels when it was checked, now 110 x 90",
     ),
-    "folder": (lambda path: path.rename(path.with_name("aside")) and path.mkdir(), "Is a directory"),
+    "folder": (become_a_folder, "Is a directory"),
 }
 
 
@@ -763,6 +767,5 @@ def test_pixels_are_what_they_were(index: LabelIndex) -> None:
     sample = DetectionDataset(index, OFF, STILL, 64)[SampleRequest(0, 0, 4, 64, 64)]
     picture = cv2.imread(index.path(4))
     assert picture is not None
-    small = resize_longest(picture, 64)
+    small = cv2.resize(picture, (58, 64), interpolation=cv2.INTER_LINEAR)
     np.testing.assert_array_equal(sample.image, letterbox(small, (64, 64))[0])
-    assert train.DetectionDataset is DetectionDataset

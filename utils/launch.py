@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from utils.devices import parse_device
-from utils.errors import ENDS, NO_PROGRESS, RESUMABLE, USER_ERROR, Stopped, ended_by
+from utils.errors import ENDS, LATE_ERRORS, NO_PROGRESS, RESUMABLE, USER_ERROR, Stopped, ended_by
 from utils.heartbeat import STALLED
 from utils.interrupts import BEGAN, STARTED
 from utils.torch_utils import DistEnv
@@ -39,6 +39,7 @@ OURS = "LOCKSTEP_LAUNCHER"  # in a worker's environment: the process that starte
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")  # others kill the launcher, not its workers
 GRACE = 60  # seconds that workers get to save and leave when they are told to stop, before they are killed
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL error")
+SAID = tuple(f"{kind.__module__}.{kind.__name__}: " for kind in LATE_ERRORS)  # a worker says these itself
 LOGS = "lockstep-launch-"
 STOPPED = "stopped"  # left beside a worker's error file when it stopped as it was asked to
 PR_SET_PDEATHSIG = 1
@@ -198,6 +199,8 @@ def explain(failures: Mapping[int, ProcessFailure], stalled: str = "") -> Failur
         hint = "; if nobody did that, the machine ran out of memory" if failure.exitcode == -9 else ""
         return Failure(128 - failure.exitcode, rank, f"{killed}{hint}; all other ranks were ended")
     text = _traceback(failure)
+    if _last_line(text).startswith(SAID):
+        return Failure(failure.exitcode, rank, "")
     if _lost_a_peer(failure):
         text += "another rank left in the middle of the run, without an error of its own\n"
     end = f"rank {rank} failed with status {failure.exitcode}; all other ranks were ended"
@@ -210,8 +213,12 @@ def _traceback(failure: ProcessFailure) -> str:
 
 
 def _lost_a_peer(failure: ProcessFailure) -> bool:
-    text = _traceback(failure).rstrip().rsplit("\n", 1)[-1]
+    text = _last_line(_traceback(failure))
     return any(words in text for words in LOST_PEER)
+
+
+def _last_line(text: str) -> str:
+    return text.rstrip().rsplit("\n", 1)[-1]
 
 
 # In a worker ----------------------------------------------------------------------------------------------------------

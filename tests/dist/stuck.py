@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train
@@ -63,9 +63,23 @@ def asleep() -> None:
     in_forward(lambda: time.sleep(LONG), 2)
 
 
+def in_backward() -> None:
+    """It sleeps in the backward pass, before the last of its gradients."""
+
+    def hook(module: nn.Module, *_: Any) -> None:
+        if own.phase == Phase.BACKWARD and own.batch == 2 and isinstance(module, nn.Upsample):
+            time.sleep(LONG)
+
+    register_module_full_backward_hook(hook)
+
+
 def absent() -> None:
     """It waits behind an optimizer step for something that never comes, and never enters the next collective."""
-    register_optimizer_step_post_hook(lambda *_: threading.Event().wait())
+
+    def hook(*_: Any) -> None:
+        threading.Event().wait()
+
+    register_optimizer_step_post_hook(hook)
 
 
 def slow() -> None:
@@ -96,7 +110,7 @@ def slow_labels() -> None:
     os.stat = stat
 
 
-KINDS = {kind.__name__: kind for kind in (gil, asleep, absent, slow, slow_disk, slow_labels)}
+KINDS = {kind.__name__: kind for kind in (gil, asleep, in_backward, absent, slow, slow_disk, slow_labels)}
 
 
 def main() -> int:
