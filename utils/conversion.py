@@ -82,13 +82,13 @@ def read_coco(path: Path, names: Sequence[str]) -> dict[str, str]:
     """
     content = _json(path)
     try:
-        ids = {category["id"]: names.index(category["name"]) for category in content["categories"]}
-    except ValueError:
-        known = [category["name"] for category in content["categories"]]
-        unknown = next(name for name in known if name not in names)
-        raise UserError(f"{path}: the category {str(unknown)[:100]!r} is none of the names in the data YAML") from None
+        categories = {category["id"]: category["name"] for category in content["categories"]}
     except (KeyError, TypeError):
         raise UserError(f"{path}: categories is not a list of ids and names") from None
+    unknown = [name for name in categories.values() if name not in names]
+    if unknown:
+        raise UserError(f"{path}: the category {str(unknown[0])[:100]!r} is none of the names in the data YAML")
+    ids = {category: names.index(name) for category, name in categories.items()}
     try:
         sizes = {image["id"]: _image_size(image) for image in content["images"]}
         files = {image["id"]: _plain_name(image["file_name"]) for image in content["images"]}

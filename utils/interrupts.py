@@ -11,8 +11,8 @@ from types import FrameType
 from utils.errors import Stopped
 
 CTRL_C = "Ctrl-C"
-STARTED = "LOCKSTEP_STARTED"  # in a script's environment: when it or its launcher was started, seconds since 1970
-BEGAN = time.time()  # of this process, about
+STARTED = "LOCKSTEP_STARTED"  # in a script's environment: when it or its launcher began, on the monotonic clock
+BEGAN = time.monotonic()  # of this process, about
 # SIGINT is that, SIGTERM a scheduler's or the launcher's, SIGUSR1 SLURM's notice of the end, SIGHUP a lost terminal.
 STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
@@ -68,8 +68,8 @@ class StopRequest:
 
     def __init__(self, time_limit: float | None = None) -> None:
         self.by = ""
-        gone = time.time() - float(os.environ.get(STARTED, time.time()))
-        self._end = None if time_limit is None else time.monotonic() + time_limit - max(gone, 0.0)
+        now = time.monotonic()  # the same clock in all processes of a machine
+        self._end = None if time_limit is None else float(os.environ.get(STARTED, now)) + time_limit
 
     def __bool__(self) -> bool:
         if not self.by and self._end is not None and time.monotonic() >= self._end:
