@@ -38,7 +38,21 @@ def _handled(handler: "signal._HANDLER", signals: Sequence[int]) -> Iterator[Non
         yield
     finally:
         for number, old in before.items():
-            signal.signal(number, old)
+            signal.signal(number, signal.SIG_IGN if _leaving else old)
+
+
+_leaving: list[str] = []  # what a process that is on its way out was asked by
+
+
+def ignore_from_here(by: str) -> None:
+    """Ignore signals to stop from here to the end of the process, which is leaving because it was asked to.
+
+    The first rank that is gone makes its launcher end the others, in the middle of their last words.
+    """
+    if in_main_thread():
+        _leaving.append(by)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def stops_end_the_process() -> contextlib.AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from utils.dataloaders import choose_val_batch
 from utils.dataset import LabelIndex
 from utils.errors import RESUMABLE, Stopped, UserError
 from utils.heartbeat import Phase, beat, waiting
-from utils.interrupts import StopRequest
+from utils.interrupts import StopRequest, ignore_from_here
 from utils.logging import DeviceMeter, get_logger, mean_of
 from utils.loss import DetectionLoss
 from utils.optim import Schedule, load_optimizer
@@ -190,6 +190,8 @@ def leave(run: Run, *, save: bool = True) -> NoReturn:
         run.writer.wait()
         if has_checkpoint(run.run_dir):
             write_resume_file(run.run_dir)
+    if run.env.launched:
+        ignore_from_here(run.stop.by)
     barrier(run.env)  # whoever left earlier would have the others ended in the middle of the save
     going_on = how_to_go_on(run.run_dir) if run.env.is_main_process else []
     raise Stopped(run.stop.by or "a signal to another rank", RESUMABLE, going_on)

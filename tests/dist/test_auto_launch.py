@@ -160,9 +160,9 @@ def test_as_under_torchrun(data: Path, pair: tuple[Path, list[Ended]], tmp_path:
     assert done.stdout.count("cuda graph  off: 2 ranks ") == done.stdout.count("cuda graph") == 1
     assert done.stdout.count("WARNING: --profile is ignored: ") == done.stdout.count("WARNING") == 1
     assert not (tmp_path / "runs/run/profile").exists()
-    own, theirs = pair[0] / "runs/run", tmp_path / "runs/run"
-    assert (own / "results.csv").read_bytes() == (theirs / "results.csv").read_bytes()
-    a, b = (load_checkpoint(folder / "weights/last.pt") for folder in (own, theirs))
+    launched, theirs = pair[0] / "runs/run", tmp_path / "runs/run"
+    assert (launched / "results.csv").read_bytes() == (theirs / "results.csv").read_bytes()
+    a, b = (load_checkpoint(folder / "weights/last.pt") for folder in (launched, theirs))
     assert [differences(a[key], b[key]) for key in ("model", "ema", "optimizer", "state")] == [[]] * 4
 
 

@@ -99,7 +99,13 @@ def test_stopped_rank(data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "rank", "named", "frame"),
     [
-        ("gil", 1, r"rank 1 has been in forward for \d s \(batch 3 of epoch 1\); the others wait", "in <lambda>"),
+        pytest.param(
+            "gil",
+            1,
+            r"rank 1 has been in forward for \d s \(batch 3 of epoch 1\); the others wait",
+            "in <lambda>",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("asleep", 0, "rank 0 has been in forward for", "in <lambda>", marks=pytest.mark.slow),
         pytest.param("in_backward", 1, "rank 1 has been in backward for", "in hook", marks=pytest.mark.slow),
         pytest.param("absent", 1, "rank 1 has been in step for", "in wait", marks=pytest.mark.slow),

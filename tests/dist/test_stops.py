@@ -139,6 +139,7 @@ def test_under_torchrun(data: Path, tmp_path: Path) -> None:
     assert len(set(load_checkpoint(tmp_path / "run/weights/last.pt")["meters"][:, -1].tolist())) == 1
 
 
+@pytest.mark.slow
 def test_ignored_signals_stay_ignored(data: Path, tmp_path: Path) -> None:
     """Nohup ignores SIGHUP, and a run that was started with it outlives its terminal."""
     ignored = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
