@@ -75,7 +75,7 @@ def find_own_run(project: str, life: Life) -> Path | None:
         own = [
             folder
             for folder, record in records.items()
-            if life.run_id and record.run_id == life.run_id and _machine(record.agent) != _machine(life.agent)
+            if life.run_id == record.run_id != "" and (not life.agent or _machine(record.agent) != _machine(life.agent))
         ]
     return max(own, key=lambda folder: (folder / RECORD).stat().st_mtime, default=None)
 

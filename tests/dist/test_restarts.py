@@ -90,6 +90,11 @@ def test_lives_without_a_step(tmp_path: Path) -> None:
         begin_life(tmp_path, Life("id", "", restarts), 7)
     assert find_own_run(str(tmp_path.parent), Life("id", "", 3)) == tmp_path
     assert find_own_run(str(tmp_path.parent), Life("other", "", 3)) is None
+    begin_life(tmp_path, Life("100", "host 1 2", 0), 7)  # an id as people give it to all of their launches
+    assert find_own_run(str(tmp_path.parent), Life("100", "host 77 99", 1)) is None
+    assert find_own_run(str(tmp_path.parent), Life("100", "other 77 99", 1)) == tmp_path
+    for restarts in range(3):
+        begin_life(tmp_path, Life("id", "", restarts), 7)
     with pytest.raises(DivergedError, match="3 restarts did not get beyond optimizer step 7"):
         begin_life(tmp_path, Life("id", "", 3), 7)
     begin_life(tmp_path, Life("id", "", 4), 8)
