@@ -717,7 +717,9 @@ def begin(
     if config.batch_size == AUTOMATIC:
         batch = once(functools.partial(automatic_batch, config, given, env.device, env.world_size), env)
         config = dataclasses.replace(config, batch_size=batch)
-    with watched(env, config.stall_warning, config.stall_timeout if may_be_ended else 0):
+    with claims_released(), watched(env, config.stall_warning, config.stall_timeout if may_be_ended else 0):
+        if resumed is not None:
+            once(functools.partial(claim, Path(resumed["run_dir"])), env)  # before anything that takes long
         return train(config, env, resumed, callbacks)
 
 

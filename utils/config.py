@@ -423,12 +423,13 @@ def build_config(kind: type[Config], given: Mapping[str, Any]) -> Config:
         if name not in names:
             problems.add(f"{name} is not a setting{nearest(name, names)}")
     check_values(kind, given, problems)
+    if isinstance(given.get("time_limit"), str):
+        problems.attempt(lambda: seconds_of(given["time_limit"]))
     problems.raise_if_any()
     config = kind(**given)
     if isinstance(config, TrainConfig):
         if config.weights and "cfg" not in given:
             config.cfg = ""  # the checkpoint knows its network
-        problems.attempt(lambda: seconds_of(config.time_limit))
         if config.name == "cfg":
             config.name = Path(config.cfg or config.weights).stem
     if isinstance(config, TrainConfig | ValConfig | DetectConfig):

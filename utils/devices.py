@@ -39,6 +39,8 @@ def parse_device(flag: str | int | Sequence[str | int], cuda_count: int, has_mps
         return [torch.device("cuda", i) for i in range(cuda_count)]
     if set(names) == {"cpu"} or (names == ["mps"] and has_mps):
         return [torch.device(name) for name in names]
+    if names == ["all"]:
+        raise UserError(f"--device all: there is no GPU here that PyTorch can use; here are: {exists}")
     matches = [CUDA_INDEX.fullmatch(name) for name in names]
     indices = [int(match.group(1)) for match in matches if match]
     if not names or len(indices) < len(names):

@@ -16,7 +16,8 @@ def header(run: Run) -> str:
     config, plan, hyp, schedule = run.config, run.plan, run.hyp, run.schedule
     parameters = sum(parameter.numel() for parameter in run.raw_model.parameters())
     trained = sum(parameter.numel() for parameter in run.raw_model.parameters() if parameter.requires_grad)
-    own = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in run.data.defaults.items())
+    taken = {name: value for name, value in run.data.defaults.items() if getattr(config, name) == value}
+    own = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in taken.items())
     times_seen = schedule.batches_per_epoch * plan.global_batch / len(run.train_index)
     lines = [
         ("Lockstep", f"{lockstep_version()}, {machine(run.env.device)}"),

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from utils.devices import parse_device
-from utils.errors import ENDS, LATE_ERRORS, NO_PROGRESS, RESUMABLE, USER_ERROR, Stopped, ended_by
+from utils.errors import ENDS, NO_PROGRESS, RESUMABLE, USER_ERROR, Stopped, ended_by
 from utils.heartbeat import STALLED
 from utils.interrupts import BEGAN, STARTED
 from utils.torch_utils import DistEnv
@@ -39,7 +39,6 @@ OURS = "LOCKSTEP_LAUNCHER"  # in a worker's environment: the process that starte
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")  # others kill the launcher, not its workers
 GRACE = 60  # seconds that workers get to save and leave when they are told to stop, before they are killed
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL error")
-SAID = tuple(f"{kind.__module__}.{kind.__name__}: " for kind in LATE_ERRORS)  # a worker says these itself
 LOGS = "lockstep-launch-"
 STOPPED = "stopped"  # left beside a worker's error file when it stopped as it was asked to
 PR_SET_PDEATHSIG = 1
@@ -199,8 +198,6 @@ def explain(failures: Mapping[int, ProcessFailure], stalled: str = "") -> Failur
         hint = "; if nobody did that, the machine ran out of memory" if failure.exitcode == -9 else ""
         return Failure(128 - failure.exitcode, rank, f"{killed}{hint}; all other ranks were ended")
     text = _traceback(failure)
-    if _last_line(text).startswith(SAID):
-        return Failure(failure.exitcode, rank, "")
     if _lost_a_peer(failure):
         text += "another rank left in the middle of the run, without an error of its own\n"
     end = f"rank {rank} failed with status {failure.exitcode}; all other ranks were ended"
@@ -239,15 +236,21 @@ def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the launcher runs in the background
     if OURS in os.environ:
         sys.excepthook = lambda *_: None
-    recorded: Callable[[], int | None] = record(main)
 
-    def leave() -> NoReturn:
+    def ended() -> int | None:  # inside of the record: what needs no traceback leaves none
         try:
-            status = recorded() or 0
+            return main()
         except ENDS as stop:
-            status = ended_by(stop)
+            if isinstance(stop, Stopped) and not stop.args and OURS in os.environ:
+                return stop.status  # the launcher tells why it ended its workers
             if isinstance(stop, Stopped) and stop.args and "TORCHELASTIC_ERROR_FILE" in os.environ:  # it can go on
                 Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STOPPED).touch()
+            return ended_by(stop)
+
+    recorded: Callable[[], int | None] = record(ended)
+
+    def leave() -> NoReturn:
+        status = recorded() or 0
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

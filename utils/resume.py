@@ -44,7 +44,7 @@ def resume(given: Mapping[str, Any], *, again: bool = False) -> tuple[TrainConfi
     runs = find_resumable(named, project)
     for run_dir, newest in runs:
         saved, path = _read(newest, named)
-        why_over = _over(run_dir, saved, given)
+        why_over = _over(run_dir, saved, given if named else {})  # a finished run is gone beyond by its name only
         if named or not why_over:
             break
     if again:

@@ -216,7 +216,7 @@ def claim(run_dir: Path) -> None:
         file.close()
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise UserError(
-                f"{run_dir} is in use by another run ({owner}); wait for its end, or write elsewhere with --name"
+                f"{run_dir} is in use by another run ({owner}); wait for its end, or give a new run another --name"
             ) from None
         return
     _claims[run_dir.resolve()] = file

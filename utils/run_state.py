@@ -346,7 +346,20 @@ def _load(run: Run, saved: Mapping[str, Any]) -> None:
     set_rng_state(saved["rng"])
     for what, now in {"data": data_facts(run), "precision": run.precision.name, "versions": versions()}.items():
         if saved[what] != now:
-            get_logger().warning(f"since this run was saved its {what} changed: {saved[what]} became {now}")
+            get_logger().warning(f"since this run was saved its {what} changed: {_difference(saved[what], now)}")
+
+
+def _difference(before: Any, now: Any) -> str:
+    """Say in words how two plain values differ."""
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return f"{before} became {now}"
+    changed = {key: (before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)}
+    if "digest" in changed and len(changed) > 1:
+        del changed["digest"]
+    return ", ".join(
+        "other names, sizes or labels" if key == "digest" else f"{key} {_difference(*pair)}"
+        for key, pair in changed.items()
+    )
 
 
 def _load_shares(run: Run, saved: Mapping[str, Any]) -> None:
