@@ -73,7 +73,7 @@ def test_what_workers_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """B4: the automatic batch is found before any of them exists, they get a plain number. B2: so is a wrong one."""
     config = TrainConfig(batch_size=-1, nbs=5, device="cpu,cpu", data="none.yaml")
     told = train.for_workers({"nbs": 5}, config, None, [CPU, CPU])
-    assert told == {"device": "cpu,cpu", "batch_size": 4}
+    assert told == {"device": "cpu,cpu", "batch_size": 4, "max_restarts": 0}
     assert capsys.readouterr().out.count("--batch-size -1 on cpu is not measured: 4 images over all ranks") == 1
     with pytest.raises(UserError, match="must be a positive multiple of their number, 4; use 4 or 8"):
         train.for_workers({}, TrainConfig(batch_size=6, data="none.yaml"), None, [CPU] * 4)

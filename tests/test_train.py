@@ -229,7 +229,7 @@ def test_killed_and_resumed_is_the_same_run(data: Path, whole: Finished, tmp_pat
         run_dir = project / "run"
         kill_in_third_epoch(started, run_dir)
     assert load_checkpoint(run_dir / "weights/last.pt")["state"]["epoch"] == 2, "killed too late to test anything"
-    assert len(results(run_dir)) == 2
+    assert len(results(run_dir)) in (2, 3)  # the row of an epoch comes before its checkpoint
     moved = shutil.copytree(run_dir, tmp_path / "elsewhere" / "moved")
     newer = shutil.copytree(whole.run_dir, project / "newer")
     for path in newer.rglob("*.pt"):
@@ -372,7 +372,7 @@ def test_resume_on_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     train_here("--resume", tmp_path / "run")
     said = capsys.readouterr().out
     assert "WARNING: since this run was saved its data changed: " in said
-    assert "'instances': 9" in said and "'instances': 7" in said
+    assert "train instances 9 became 7" in said
     assert "resumed     after epoch 1 of 2" in said
 
 
