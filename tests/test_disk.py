@@ -356,7 +356,7 @@ def test_checkpoints_of_another_user(data: Path, tmp_path: Path) -> None:
     with as_nobody(tmp_path), as_nobody_reads(data.parent), pytest.raises(UserError) as info:
         train_with([], *flags(data, tmp_path, "--exist-ok"))
     assert str(info.value) == (
-        f"--name: {weights}/best.pt of another run can't be removed (Operation not permitted); write elsewhere with "
+        f"--name: {weights}/best.pt of another run can't be removed (Operation not permitted); give a new run another "
         "another --name"
     )
     assert [path.name for path in weights.iterdir()] == ["best.pt"]
@@ -534,8 +534,8 @@ def test_two_runs_in_one_folder(data: Path, tmp_path: Path) -> None:
                 said = other.communicate(timeout=120)[1]
                 assert other.returncode == 2
                 assert re.fullmatch(
-                    rf"error: \S+ is in use by another run \(process {first.pid} on \S+\); wait for its end, or write "
-                    r"elsewhere with --name\n",
+                    rf"error: \S+ is in use by another run \(process {first.pid} on \S+\); wait for its end, or give a "
+                    r"new run another --name\n",
                     said,
                 ), said
             assert contents(run_dir) == before
