@@ -54,6 +54,7 @@ def test_data_are_copied(tmp_path: Path) -> None:
     assert files_below(tmp_path / "data") == before
 
 
+@pytest.mark.slow
 def test_a_rank_does_what_it_is_told(tmp_path: Path) -> None:
     bench = Bench(settings(make_data(tmp_path / "data")), tmp_path)
     with closing(bench.group(1)) as group:
@@ -72,6 +73,7 @@ def test_a_rank_does_what_it_is_told(tmp_path: Path) -> None:
         assert 0 < said["seconds"] < 120
 
 
+@pytest.mark.slow
 def test_what_a_process_dies_of_is_said(tmp_path: Path) -> None:
     bench = Bench(settings(make_data(tmp_path / "data"), cfg="nowhere.yaml"), tmp_path)
     with pytest.raises(UserError, match=r"it said:\nerror: .*nowhere\.yaml"):

@@ -252,6 +252,7 @@ def test_a_failing_callback_ends_the_run_with_its_traceback(data: Path, tmp_path
     assert load_checkpoint(tmp_path / "runs/run/weights/last.pt")["state"]["epoch"] == 1
 
 
+@pytest.mark.slow
 def test_a_failing_callback_ends_both_ranks(data: Path, tmp_path: Path) -> None:
     done, ranks = on_two_ranks("fail", tmp_path, data)
     assert done.returncode not in (0, 2)

@@ -473,11 +473,12 @@ def test_worker_that_fails_or_dies_is_an_error() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
+    before = multiprocessing.active_children()
     with pytest.raises(KeyError, match="broken rule"):
         list(dataset._parallel(fail, [1, 2, 3, 4], 2))
     with pytest.raises(RuntimeError, match="ended early"):
         list(dataset._parallel(die, [1, 2, 3, 4], 2))
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 KILLED = """

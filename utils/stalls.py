@@ -117,8 +117,7 @@ def _start_watchdog(files: _Files, env: DistEnv, warning: float, timeout: float,
     except OSError as error:  # no memory, no process
         get_logger().warning(f"nothing watches over ranks that are stuck: {error}")
         return
-    if not env.launched:  # a worker ends soon anyway, and should be no later than the others at that
-        stack.callback(process.wait)
+    stack.callback(process.wait)
     stack.callback(process.kill)
 
 

@@ -152,8 +152,7 @@ def weights(run_dir: Path) -> Tensor:
 
 @pytest.mark.parametrize(
     ("ranks", "others", "dtype"),
-    [(2, 1, "float64")]
-    + [
+    [
         pytest.param(ranks, others, dtype, marks=pytest.mark.slow)
         for ranks, others, dtype in (
             (1, 2, "float64"),

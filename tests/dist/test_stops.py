@@ -93,7 +93,7 @@ PHASES = {
     ("phase", "victim", "number"),
     [
         ("first batches", "launcher", signal.SIGTERM),
-        ("validation", "last rank", signal.SIGUSR1),
+        pytest.param("validation", "last rank", signal.SIGUSR1, marks=pytest.mark.slow),
         pytest.param("validation", "launcher", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("second epoch", "all", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("second epoch", "first rank", signal.SIGTERM, marks=pytest.mark.slow),
