@@ -167,7 +167,7 @@ class TrainConfig:
     device: str = flag(
         "",
         "device",
-        "cpu, mps, a GPU as 0 or cuda:0, or '' for the best one there is; for ranks of a launcher one each, as 0,1",
+        "cpu, mps, a GPU as 0 or cuda:0, '' for the best one; several, as 0,1 or all or cpu,cpu, get a process each",
     )
     sync_bn: bool | None = flag(
         None, "device", "BatchNorm over the images of all ranks; automatic = as the network family has it (YOLOv5: yes)"
@@ -243,7 +243,7 @@ class ValConfig:
     device: str = flag(
         "",
         "device",
-        "cpu, mps, a GPU as 0 or cuda:0, or '' for the best one there is; for ranks of a launcher one each, as 0,1",
+        "cpu, mps, a GPU as 0 or cuda:0, '' for the best one; several, as 0,1 or all or cpu,cpu, get a process each",
     )
     dist_timeout: int = flag(10_800, "device", "seconds that a rank waits for the others", low=1)
 

@@ -155,6 +155,7 @@ def weights(run_dir: Path) -> Tensor:
     [
         pytest.param(ranks, others, dtype, marks=pytest.mark.slow)
         for ranks, others, dtype in (
+            (2, 1, "float64"),
             (1, 2, "float64"),
             (2, 3, "float64"),
             (2, 1, "float32"),
