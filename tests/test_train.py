@@ -238,6 +238,7 @@ def test_killed_and_resumed_is_the_same_run(data: Path, whole: Finished, tmp_pat
     train_here("--resume", "--project", project)
     assert_same_run(whole, run_dir)
     assert sorted(path.name for path in project.iterdir()) == ["newer", "run"]
+    assert "is unfinished" in mistake("--resume", "--project", project, "--epochs", 99), "only by its name"
 
     train_here("--resume", moved, "--workers", 1, "--cache", "off")  # which may differ
     assert_same_run(whole, moved)
