@@ -245,6 +245,33 @@ def test_killed_and_resumed_is_the_same_run(data: Path, whole: Finished, tmp_pat
     assert not (moved.parent / "moved2").exists()
 
 
+def test_a_run_that_was_cut_short_behind_its_last_epoch(whole: Finished, tmp_path: Path) -> None:
+    """It stopped early, and died before its last act: going on trains nothing and brings it to its end."""
+    run_dir = shutil.copytree(whole.run_dir, tmp_path / "copy")
+    saved = load_checkpoint(run_dir / "weights/last.prev.pt")
+    saved["state"]["stopped"] = True
+    for name in ("last.pt", "best.pt"):
+        save_checkpoint(saved, run_dir / "weights" / name)
+    (run_dir / "weights/epoch1.pt").unlink()
+    train_here("--resume", run_dir)
+    assert load_checkpoint(run_dir / "weights/last.pt")["state"] == saved["state"]
+    assert "optimizer" not in load_checkpoint(run_dir / "weights/best.pt")
+    assert "nothing is left to resume, it stopped early" in mistake("--resume", run_dir)
+
+
+def test_beyond_the_end(whole: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A finished run goes on with more epochs, along their schedule (Megvii-BaseDetection/YOLOX#1145)."""
+    run_dir = shutil.copytree(whole.run_dir, tmp_path / "copy")
+    epochs = load_checkpoint(run_dir / "weights/last.pt")["config"]["epochs"]
+    capsys.readouterr()
+    train_here("--resume", run_dir, "--epochs", epochs + 1)
+    said = capsys.readouterr().out
+    assert f"--epochs {epochs} becomes {epochs + 1}" in said
+    assert f"the learning rate goes on along the schedule of {epochs + 1} epochs" in said
+    assert results(run_dir)["epoch"].tolist() == list(range(epochs + 1))
+    assert load_checkpoint(run_dir / "weights/last.pt")["config"]["epochs"] == epochs + 1
+
+
 def test_resume_from_one_of_many_checkpoints(whole: Finished, tmp_path: Path) -> None:
     """From exactly the file that was named, whatever else the run did after it."""
     run_dir = shutil.copytree(whole.run_dir, tmp_path / "copy")
