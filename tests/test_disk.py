@@ -356,7 +356,7 @@ def test_checkpoints_of_another_user(data: Path, tmp_path: Path) -> None:
     with as_nobody(tmp_path), as_nobody_reads(data.parent), pytest.raises(UserError) as info:
         train_with([], *flags(data, tmp_path, "--exist-ok"))
     assert str(info.value) == (
-        f"--name: {weights}/best.pt of another run can't be removed (Operation not permitted); give a new run another "
+        f"--name: {weights}/best.pt of another run can't be removed (Operation not permitted); write elsewhere with "
         "another --name"
     )
     assert [path.name for path in weights.iterdir()] == ["best.pt"]

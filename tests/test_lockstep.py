@@ -644,6 +644,7 @@ def test_network_of_the_object(data: Path, tmp_path: Path) -> None:
         small.train(data=data, weights=weights, imgsz=64, epochs=1, device="cpu", project=tmp_path / "runs")
 
 
+@pytest.mark.slow
 def test_val_on_several_devices(data: Path, tmp_path: Path) -> None:
     """L5: in a process for each; the figures are those of one device."""
     yolo = YOLO(checkpoint(tmp_path / "weights.pt", None, ["blue", "red"], 64))

@@ -113,12 +113,13 @@ class ImageCache:
     def put(self, i: int, image: np.ndarray) -> None:
         """Keep image i, (H, W, 3) uint8 of the size given at creation. Several processes may do so at once."""
         file = self._file
-        if file is None or i >= self.count or (file.flags[i] and (self._verified[i] or not self._verify)):
+        if file is None or i >= self.count or self.get(i) is not None:
             return
         place = file.image(i)
         assert image.dtype == np.uint8
         assert image.shape == place.shape, f"image {i} is {image.shape}, not {place.shape}"
-        file.flags[i] = 0
+        if file.flags[i]:  # it is damaged; if another process puts it as well, it puts the same, which may be read
+            file.flags[i] = 0
         place[:] = image
         file.checksums[i] = zlib.crc32(np.ascontiguousarray(image).data)
         file.flags[i] = 1  # last: a process killed before this leaves the image as absent

@@ -78,6 +78,7 @@ def assert_ended(status: int, said: str, named: str) -> None:
     assert "ran out of memory" not in said
 
 
+@pytest.mark.slow
 def test_stopped_rank(data: Path, tmp_path: Path) -> None:
     """Row 21; SIGTERM would stay pending on it."""
     run = start([*flags(data, tmp_path, "--epochs 50", LIMITS), "--device", "cpu,cpu"], tmp_path, tmp_path / "said")

@@ -92,7 +92,7 @@ PHASES = {
 @pytest.mark.parametrize(
     ("phase", "victim", "number"),
     [
-        ("first batches", "launcher", signal.SIGTERM),
+        pytest.param("first batches", "launcher", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("validation", "last rank", signal.SIGUSR1, marks=pytest.mark.slow),
         pytest.param("validation", "launcher", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("second epoch", "all", signal.SIGTERM, marks=pytest.mark.slow),

@@ -134,6 +134,7 @@ def test_val_py_writes_the_same_files(golden: Path, tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "ranks/predictions.json").read_text())) > 100
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_in_the_same_epoch(tmp_path: Path) -> None:
     """The verdict is one (ultralytics/yolov5#4576, #8345, #8398): by --patience, and never without a validation.
 
