@@ -462,6 +462,7 @@ def test_a_run_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkey
     assert len(results) == 1 + 3
 
 
+@pytest.mark.slow
 def test_what_another_rank_met_is_told(tmp_path: Path) -> None:
     """The lost image is the second rank's to train on; rank 0 names it. In validation it is one of the first's."""
     data = draw_squares(tmp_path / "data")

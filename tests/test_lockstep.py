@@ -443,7 +443,7 @@ ENDED = """
 @pytest.mark.parametrize(
     ("whom", "name", "status", "last"),
     [
-        ("script", "SIGINT", -signal.SIGINT, "KeyboardInterrupt"),
+        pytest.param("script", "SIGINT", -signal.SIGINT, "KeyboardInterrupt", marks=SLOW),
         pytest.param("script", "SIGTERM", -signal.SIGTERM, "", marks=SLOW),
         pytest.param("script", "SIGKILL", -signal.SIGKILL, "", marks=SLOW),
         pytest.param("launcher", "SIGTERM", 1, "stopped by SIGTERM; so were the 2 workers", marks=SLOW),

@@ -74,7 +74,7 @@ def alone(golden: Path) -> dict[str, Part]:
         return {name: evaluate_here(case, env) for name, case in cases(golden).items()}
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.fixture(scope="module", params=[2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
 def ranks(
     request: pytest.FixtureRequest, golden: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Part]]:
