@@ -33,6 +33,7 @@ import train
 import val
 from models.families import Family, family_of, load_model
 from models.yolo import DetectionModel
+from utils import command
 from utils.callbacks import Callback, check_callbacks, check_picklable
 from utils.config import ROOT, TrainConfig, ValConfig, build_config, find_yaml, load_yaml
 from utils.errors import RESUMABLE, USER_ERROR, Stopped, UserError, await_turn, run_cli
@@ -173,11 +174,11 @@ class YOLO:
             if not given.get("resume"):
                 given = {**self._start(folder, given), **given}
             env = dist_env()
-            config, resumed = train.settings(given, env)
-            device, devices = train.places(given, config, env)
+            config, resumed = command.settings(given, env)
+            device, devices = command.places(given, config, env)
             if config and devices:
                 check_picklable(callbacks)
-                more = train.for_workers(given, config, resumed, devices)
+                more = command.for_workers(given, config, resumed, devices)
                 results = _in_workers(folder, "train", {**given, **more}, callbacks)
                 self._load(results.best, ALONE)
                 return results
@@ -393,7 +394,7 @@ def _work() -> int:
             if job.method == "val":
                 results = _val_here(build_config(ValConfig, job.given), env)
             else:
-                results = _train_here(job.given, *train.settings(job.given, env), callbacks, env)
+                results = _train_here(job.given, *command.settings(job.given, env), callbacks, env)
         if env.is_main_process:
             found = {"run_dir": str(results.run_dir.resolve()), "rows": results.rows, "fitness": results.fitness}
             write_outcome(folder, RESULTS, found)

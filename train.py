@@ -36,15 +36,15 @@ import torch
 
 import val
 from models.families import weights_of
-from models.start import check_launchable, choose_sync_bn
+from models.start import choose_sync_bn
 from models.yolo import load_state
 from utils.autobatch import automatic_batch
 from utils.callbacks import Callback, Callbacks, CheckpointSaved, check_callbacks
 from utils.checkpoint_writer import CheckpointWriter
+from utils.command import for_workers, go_on, places, say_resumed, settings
 from utils.config import AUTOMATIC, config_to_dict, seconds_of
 from utils.console import EpochProgress, RunClock, duration
 from utils.cuda_graph import can_capture, capture
-from utils.data_config import build_train_config
 from utils.data_parallel import accumulating, replica_devices, replicate, wrap
 from utils.data_report import NOTHING_FOUND, REPLACED, UnreadableImages, write_report
 from utils.dataloaders import (
@@ -60,13 +60,13 @@ from utils.dataloaders import (
     val_loader,
 )
 from utils.devices import to_device
-from utils.errors import RESUMABLE, DivergedError, NotWrittenError, Stopped, UserError, run_cli
+from utils.errors import DivergedError, NotWrittenError, run_cli
 from utils.flags import given_flags
 from utils.header import header
 from utils.heartbeat import Phase, beat
 from utils.inputs import read_inputs
 from utils.interrupts import BEGAN, STARTED, StopRequest, stops_end_the_process
-from utils.launch import as_worker, last_words, launch, say, worker_devices
+from utils.launch import as_worker, launch, say
 from utils.loader_notes import deaths_explained
 from utils.logging import DeviceMeter, get_logger
 from utils.metrics import TableRow, format_table
@@ -74,17 +74,14 @@ from utils.optim import Schedule, build_optimizer
 from utils.plots import Plots
 from utils.profiler import no_step, profiling
 from utils.restarts import begin_life, find_own_run, this_life
-from utils.resume import RESUMABLE_FLAGS, check_ranks, resume
+from utils.resume import check_ranks, resume
 from utils.run_events import epoch_end, train_end, train_start
 from utils.run_folder import (
     claim,
     claims_released,
     create_run_dir,
     forget_stop,
-    has_checkpoint,
-    how_to_go_on,
     prepare_weights_dir,
-    was_stopped,
     write_description,
 )
 from utils.run_state import (
@@ -117,7 +114,6 @@ from utils.torch_utils import (
     once,
     post,
     process_group,
-    split_global_batch,
     start_all_reduce_sum,
     strip_checkpoint,
 )
@@ -621,70 +617,6 @@ def strip_best(run: Run) -> None:
         get_logger().warning(f"{best} still holds the state of the run besides its weights: {error}")
 
 
-def settings(given: Mapping[str, Any], env: DistEnv) -> tuple[TrainConfig | None, dict[str, Any] | None]:
-    """Return the settings of a run and the checkpoint that it goes on with, if any.
-
-    Both are None for a resumed run under a launcher: rank 0 finds it, in `begin`.
-
-    Raises:
-        UserError: the flags are wrong, or do not fit together or to the run that is resumed.
-    """
-    if given.get("dp") and env.launched:
-        raise UserError(
-            f"--dp is for several devices in one process, but a launcher started {env.world_size}; leave it out: they "
-            "share the batch anyway (DDP)"
-        )
-    if not given.get("resume"):
-        return build_train_config(given), None
-    return (None, None) if env.launched else resume(given)
-
-
-def places(given: Mapping[str, Any], config: TrainConfig | None, env: DistEnv) -> tuple[str, list[torch.device]]:
-    """Return the device flag for this process, and the devices that need a worker each, [] for a run in this process.
-
-    Args:
-        given: flags that were typed.
-        config: of `settings`.
-        env: this process's place.
-
-    Raises:
-        UserError: the flag is wrong.
-    """
-    device = config.device if config else given.get("device", "")
-    copies = replica_devices(config.dp, device, env) if config else []
-    if copies and config is not None:
-        if config.max_restarts:
-            raise UserError("--max-restarts starts processes again, --dp has a single one; leave one of them out")
-        return str(copies[0]), []
-    alone = config is not None and config.max_restarts > 0  # a single worker can be started again as well
-    return device, worker_devices(device, env, least=1 if alone else 2)
-
-
-def for_workers(
-    given: Mapping[str, Any], config: TrainConfig, resumed: Mapping[str, Any] | None, devices: Sequence[torch.device]
-) -> dict[str, Any]:
-    """Return flags that several workers are to be given besides those that were typed.
-
-    Args:
-        given: flags that were typed.
-        config: of `settings`.
-        resumed: of `settings`.
-        devices: one for each worker.
-
-    Raises:
-        UserError: the batch is not a multiple of the devices, or the network's family needs another launcher.
-    """
-    batch = config.batch_size
-    if resumed is not None:
-        check_ranks(config, len(devices))
-    if batch != AUTOMATIC:
-        split_global_batch(batch, len(devices), config.nbs)
-    check_launchable(config, resumed, len(devices))
-    if batch == AUTOMATIC:
-        batch = automatic_batch(config, given, devices[0], len(devices))
-    return {"device": config.device, "batch_size": batch, "max_restarts": config.max_restarts}
-
-
 def begin(
     given: Mapping[str, Any],
     config: TrainConfig | None,
@@ -721,42 +653,6 @@ def begin(
         if resumed is not None:
             once(functools.partial(claim, Path(resumed["run_dir"])), env)  # before anything that takes long
         return train(config, env, resumed, callbacks)
-
-
-def go_on(
-    run_dir: Path, given: Mapping[str, Any], config: TrainConfig | None, env: DistEnv
-) -> tuple[TrainConfig, dict[str, Any] | None]:
-    """Return settings and checkpoint of a run whose launcher starts it again. Collective.
-
-    Args:
-        run_dir: of its lives before.
-        given: flags that were typed.
-        config: of `settings`.
-        env: this rank's place.
-
-    Raises:
-        Stopped: the life before was asked to stop.
-    """
-    log = get_logger()
-    for line in last_words():
-        log.info(line)
-    log.info(f"restart {this_life().restarts}, in {run_dir}")
-    if once(lambda: was_stopped(run_dir), env):
-        raise Stopped("a signal before the restart", RESUMABLE, how_to_go_on(run_dir))
-    if once(lambda: has_checkpoint(run_dir), env):
-        flags = {name: given[name] for name in given.keys() & RESUMABLE_FLAGS} | {"resume": str(run_dir)}
-        return once(lambda: resume(flags, again=True), env)
-    assert config is not None  # else there is a checkpoint
-    return dataclasses.replace(config, project=str(run_dir.parent), name=run_dir.name, exist_ok=True), None
-
-
-def say_resumed(resumed: Mapping[str, Any]) -> None:
-    """Say where a run goes on, and what is not as it was."""
-    state = resumed["state"]
-    where = f"epoch {state['epoch'] + 1}, batch {state['batch']}" if state["batch"] else f"epoch {state['epoch'] + 1}"
-    get_logger().info(f"resuming from {resumed['path']}, {where}")
-    for sentence in resumed["said"]:
-        get_logger().info(sentence)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,6 +10,7 @@ import train
 from lockstep import YOLO
 from tests.runs import flags, make_data
 from tests.test_val import yolov5n
+from utils import command
 from utils.config import TrainConfig
 from utils.data_parallel import replica_devices, replicate
 from utils.errors import UserError
@@ -50,8 +51,8 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"--dp shares batches among several CUDA devices, and --device cpu is"):
         YOLO("yolov5n.yaml").train(data=data, dp=True, device="cpu", project=tmp_path / "runs")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert train.places({}, TrainConfig(dp=True, device="1,0"), ALONE) == ("cuda:1", [])
-    assert train.places({}, TrainConfig(device="1,0"), ALONE) == ("1,0", [torch.device("cuda", i) for i in (1, 0)])
+    assert command.places({}, TrainConfig(dp=True, device="1,0"), ALONE) == ("cuda:1", [])
+    assert command.places({}, TrainConfig(device="1,0"), ALONE) == ("1,0", [torch.device("cuda", i) for i in (1, 0)])
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "127.0.0.1" if name == "MASTER_ADDR" else str(int("SIZE" in name) * 2))
     with pytest.raises(UserError, match=r"^--dp is for several devices in one process, but a launcher started 2"):

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import train
 from tests.common import PROJECT
 from tests.runs import flags, make_data, train_here
 from tests.test_detect import checkpoint
+from utils import command
 from utils.config import TrainConfig, find_yaml
 from utils.errors import UserError
 from utils.flags import given_flags
@@ -35,12 +35,12 @@ def test_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     line = "--batch 64 --data coco.yaml --weights yolov5s.pt --hyp hyp.scratch-med.yaml --device 0"
     given = given_flags(TrainConfig, line.split())
-    config, resumed = train.settings(given, ALONE)
+    config, resumed = command.settings(given, ALONE)
     assert config is not None and resumed is None
     assert (config.batch_size, config.data, config.cfg) == (64, str(PROJECT / "data/coco.yaml"), "")
     assert find_yaml(config.hyp, "hyp") == PROJECT / "data/hyps/hyp.scratch-med.yaml"
     assert find_yaml("yolov5s.yaml", "model") == PROJECT / "models/yolov5s.yaml"
-    device, workers = train.places(given, config, ALONE)
+    device, workers = command.places(given, config, ALONE)
     assert workers == []
     assert assign_device(device, ALONE, 4, has_mps=False) == CUDA
 
@@ -72,11 +72,11 @@ def test_who_needs_workers(flag: str | int | list[str | int], workers: int) -> N
 def test_what_workers_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     """B4: the automatic batch is found before any of them exists, they get a plain number. B2: so is a wrong one."""
     config = TrainConfig(batch_size=-1, nbs=5, device="cpu,cpu", data="none.yaml")
-    told = train.for_workers({"nbs": 5}, config, None, [CPU, CPU])
+    told = command.for_workers({"nbs": 5}, config, None, [CPU, CPU])
     assert told == {"device": "cpu,cpu", "batch_size": 4, "max_restarts": 0}
     assert capsys.readouterr().out.count("--batch-size -1 on cpu is not measured: 4 images over all ranks") == 1
     with pytest.raises(UserError, match="must be a positive multiple of their number, 4; use 4 or 8"):
-        train.for_workers({}, TrainConfig(batch_size=6, data="none.yaml"), None, [CPU] * 4)
+        command.for_workers({}, TrainConfig(batch_size=6, data="none.yaml"), None, [CPU] * 4)
 
 
 def test_backend() -> None:

@@ -83,7 +83,7 @@ ROWS = (
     ("models.memory", "models.start"),
     ("models.detector", "utils.inputs", "utils.launch"),
     ("detect", "utils.autobatch", "utils.predictions", "utils.run_state", "val"),
-    ("utils.header", "utils.run_events"),
+    ("utils.command", "utils.header", "utils.run_events"),
     ("train",),
     ("lockstep",),
 )

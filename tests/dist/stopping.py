@@ -13,6 +13,7 @@ import sys
 import torch
 
 import train
+from utils import command
 from utils.callbacks import Callback, CheckpointSaved, TrainStart
 from utils.config import TrainConfig
 from utils.errors import run_cli
@@ -42,7 +43,7 @@ def main() -> None:
     _, name, number, dtype, *line = sys.argv
     torch.set_default_dtype(getattr(torch, dtype))
     given, env = given_flags(TrainConfig, line), dist_env()
-    config, resumed = train.settings(given, env)
+    config, resumed = command.settings(given, env)
     with stops_end_the_process(), process_group("cpu", env) as env:
         train.begin(given, config, resumed, env, [Stopper(name, int(number))])
 

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train
 from models.yolo import DetectionModel
+from utils import command
 from utils.callbacks import Callback, EpochEnd, Stop
 from utils.config import TrainConfig
 from utils.errors import run_cli
@@ -120,7 +121,7 @@ def main() -> int:
         return say(launch(["-m", "tests.dist.stuck", *sys.argv[1:]], [torch.device("cpu")] * int(ranks)))
     if kind in KINDS and env.rank == int(rank):
         KINDS[kind]()
-    config, resumed = train.settings(given, env)
+    config, resumed = command.settings(given, env)
     with stops_end_the_process(), process_group("cpu", env) as env:
         train.begin(given, config, resumed, env, [Sleeper()] if kind == "callback" else [])
     return 0
