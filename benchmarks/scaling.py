@@ -2,6 +2,7 @@
 
 python -m benchmarks.scaling                                        the built-in data
 python -m benchmarks.scaling --data bccd.yaml --out scaling.json    any other data set; the figures in a file, too
+python -m benchmarks.scaling --devices 1,2,4,8 ...                  something else: see `benchmarks.devices`
 
 Three arrangements train in turns on the same two cores, one thread a rank, so that a slow moment of the machine hits
 all of them:
@@ -22,14 +23,9 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -40,25 +36,20 @@ import cv2
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.devices import DeviceSettings, measure_devices
+from benchmarks.rank_group import Figures, Group, there
 from benchmarks.scaling_rank import cores
-from utils.config import ROOT
-from utils.data_config import DataConfig, check_split_paths, load_data
-from utils.data_sets import ensure_data
+from utils.data_config import DataConfig, check_split_paths
 from utils.errors import UserError, run_cli
 from utils.image_lists import list_images
 from utils.labels import label_path
-from utils.shapes import ensure_shapes
 
 RANKS = 2
 LIMIT = 0.9  # of the rate of two independent runs, for two ranks without SyncBN
 BUSY = 0.9  # of its core's time that a rank has to itself, else other programs have disturbed the figures
 MANY_EPOCHS = 10_000  # so that no round is the last one
 VAL_BATCHES = 12  # a multiple of RANKS
-START_TIMEOUT = 300  # seconds
-SHOWN_LINES = 20  # of what a process said that failed
 SIDE_BY_SIDE, TWO_RANKS, SYNC_BN = "side by side", "two ranks", "SyncBN"
-
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -131,98 +122,6 @@ def make_labels(folder: Path, count: int) -> Path:
 # Processes -----------------------------------------------------------------------------------------------------------
 
 
-class Group:
-    """Ranks that train together, as processes that take commands from a socket, one a line.
-
-    Attributes:
-        ready: what each rank said when it had its first batch.
-        start_seconds: how long that took from the command.
-
-    Args:
-        ranks: how many; a single one is started without a launcher, as a user would.
-        first_core: place of its first rank's core.
-        flags: of train.py, and of `benchmarks.scaling_rank`.
-        folder: for what the processes print.
-
-    Raises:
-        UserError: they ended, or took too long; with what they said.
-    """
-
-    def __init__(self, ranks: int, first_core: int, flags: Sequence[object], folder: Path) -> None:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks] if ranks > 1 else []
-        self._lines: list[Any] = []
-        start = time.perf_counter()
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-            self._log = folder / f"{port}.log"
-            own = ["-m", "benchmarks.scaling_rank", "--port", port, "--first-core", first_core]
-            with self._log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, *map(str, [*launcher, *own, *flags])],
-                    cwd=ROOT,
-                    # torch's launcher leaves a folder behind
-                    env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,  # as the launcher's ranks have: systems share out cores by session
-                )
-            try:
-                self._connect(server, ranks, start + START_TIMEOUT)
-                self.ready = self.answers()
-            except BaseException:
-                self.close()
-                raise
-        self.start_seconds = time.perf_counter() - start
-
-    def _connect(self, server: socket.socket, ranks: int, deadline: float) -> None:
-        server.settimeout(0.2)
-        while len(self._lines) < ranks:
-            try:
-                link, _ = server.accept()
-            except TimeoutError:
-                if self._process.poll() is not None or time.perf_counter() > deadline:
-                    raise self._failure() from None
-            else:
-                link.setblocking(True)
-                with link:  # the file keeps the connection
-                    self._lines.append(link.makefile("rw", encoding="utf-8"))
-
-    def ask(self, command: str) -> None:
-        """Tell all ranks to do something, and do not wait."""
-        for lines in self._lines:
-            lines.write(f"{command}\n")
-            lines.flush()
-
-    def answers(self) -> list[Figures]:
-        """Wait for what each rank says; their order is that of their connections.
-
-        Raises:
-            UserError: one ended instead.
-        """
-        said = [lines.readline() for lines in self._lines]
-        if not all(said):
-            raise self._failure()
-        return [json.loads(line) for line in said]
-
-    def _failure(self) -> UserError:
-        printed = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        mistakes = [number for number, line in enumerate(printed) if line.startswith("error: ")]
-        first = mistakes[0] if mistakes else max(len(printed) - SHOWN_LINES, 0)
-        said = "\n".join(printed[first : first + SHOWN_LINES])
-        return UserError(f"a process of the benchmark ended or hangs; it said:\n{said}")
-
-    def close(self) -> None:
-        """End the processes: a rank leaves when its connection does."""
-        for lines in self._lines:
-            lines.close()
-        try:
-            self._process.wait(30 if self._lines else 0)
-        except subprocess.TimeoutExpired:
-            self._process.terminate()
-            self._process.wait()
-
-
 class Bench:
     """Starts groups of ranks on the same job.
 
@@ -232,12 +131,8 @@ class Bench:
     """
 
     def __init__(self, settings: Settings, folder: Path) -> None:
-        data = load_data(settings.data)
-        if data.generator is not None:
-            ensure_shapes(data.root)
-        ensure_data(data, ["train", "val"])
         self.settings, self.folder = settings, folder
-        self.data = copy_data(data, settings, folder)
+        self.data = copy_data(there(settings.data), settings, folder)
         self.labels = make_labels(folder, settings.labels)
 
     def group(self, ranks: int, first_core: int = 0, sync_bn: bool = False) -> Group:
@@ -395,9 +290,19 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3, help="starts of one rank and of two")
     parser.add_argument("--labels", type=int, default=4000, help="label files to scan")
     parser.add_argument("--out", type=Path, help="also write the figures here, as JSON")
+    parser.add_argument("--devices", default="", help="an epoch on so many GPUs instead, one after the other: 1,2,4,8")
+    parser.add_argument(
+        "--device", default="", help="which ones, of --devices: 0,1,2,3, all or cpu; '' = all, else cpu"
+    )
+    parser.add_argument("--workers", type=int, default=8, help="most loader processes of a rank, of --devices")
     options = vars(parser.parse_args())
     target = options.pop("out")
+    others = {name: options.pop(name) for name in ("devices", "device", "workers")}
     settings = Settings(**options)
+    if others["devices"]:
+        shared = {name: options[name] for name in ("data", "cfg", "imgsz", "local_batch", "amp")}
+        measure_devices(DeviceSettings(**shared, **others), target)
+        return
     if len(cores()) < RANKS:
         raise UserError(f"{RANKS} ranks need {RANKS} cores to themselves, and this process may use {len(cores())}")
     figures = measure(settings)

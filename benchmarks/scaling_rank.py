@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import cv2
+import torch
 from torch import nn
 
 import train
@@ -24,6 +25,7 @@ from utils.console import RunClock
 from utils.data_config import build_train_config
 from utils.dataloaders import Batch, ValLoader
 from utils.dataset import build_index
+from utils.devices import memory_usage
 from utils.errors import run_cli
 from utils.flags import given_flags
 from utils.torch_utils import barrier, dist_env, process_group
@@ -110,13 +112,19 @@ class Rank:
         run: from `train.set_up`.
         batches: of training, endless.
         val_batches: of validation.
-        core: where it trains.
+        core: where it trains; None for anywhere.
         labels: folder of images to scan; its labels have class 0 only.
         skip: batches at the start of a round of training that do not count.
     """
 
     def __init__(
-        self, run: train.Run, batches: Iterator[Batch], val_batches: ValLoader, core: int, labels: Path, skip: int
+        self,
+        run: train.Run,
+        batches: Iterator[Batch],
+        val_batches: ValLoader,
+        core: int | None,
+        labels: Path,
+        skip: int,
     ) -> None:
         self.run, self.batches, self.val_batches = run, SteadyBatches(batches), val_batches
         self.core, self.labels, self.skip = core, labels, skip
@@ -133,13 +141,15 @@ class Rank:
             start, busy = time.perf_counter(), time.process_time()
 
         self.batches.begin(self.skip, steady)
-        stay_on({self.core})
+        if self.core is not None:
+            stay_on({self.core})
         train.train_epoch(run, self.batches, RunClock(run.config.epochs, run.state.epoch))
         figures = {
             "images": run.plan.local_batch * (run.schedule.batches_per_epoch - self.skip),
             "seconds": time.perf_counter() - start,
             "waiting": self.waits.seconds,
             "computing": time.process_time() - busy,  # of all threads
+            "memory": most_memory(run.env.device),
         }
         stay_on(self.all_cores)
         run.state.epoch, run.state.batch = run.state.epoch + 1, 0
@@ -166,6 +176,11 @@ def cores() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
+def most_memory(device: torch.device) -> float:
+    """Return the most GB (1e9 bytes) that this process has reserved on its GPU; elsewhere what it holds now."""
+    return torch.cuda.max_memory_reserved(device) / 1e9 if device.type == "cuda" else memory_usage(device)
+
+
 def stay_on(some: set[int]) -> None:
     """Keep this process on some cores, with the threads that it has (Gloo's among them); Linux only."""
     if hasattr(os, "sched_setaffinity"):
@@ -177,14 +192,14 @@ def main() -> None:
     """Set up, report, and answer commands until there are no more."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--port", type=int, required=True, help="where the benchmark listens on this machine")
-    parser.add_argument("--first-core", type=int, required=True, help="place among the cores of the first rank's")
+    parser.add_argument("--first-core", type=int, help="place among the cores of the first rank's; none: anywhere")
     parser.add_argument("--labels", type=Path, required=True, help="folder of images to scan")
     parser.add_argument("--skip", type=int, required=True, help="batches of a round that do not count")
     own, flags = parser.parse_known_args()
     cv2.setNumThreads(0)  # one thread per rank
     config = build_train_config(given_flags(TrainConfig, flags))
     env = dist_env()
-    core = sorted(cores())[own.first_core + env.local_rank]
+    core = None if own.first_core is None else sorted(cores())[own.first_core + env.local_rank]
     with process_group(config.device, env) as env, contextlib.ExitStack() as stack:
         run = train.set_up(config, env)
         run.state.epoch = WARMED_UP

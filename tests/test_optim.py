@@ -67,7 +67,8 @@ def test_weight_decay_follows_images_per_step(batch: int, decay: float) -> None:
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
 def test_optimizer_options(name: str) -> None:
     optimizer = build_optimizer(Net(), name, Hyp(momentum=0.9), split_global_batch(16, 1, 64))
-    assert type(optimizer).__name__ == name
+    assert isinstance(optimizer, getattr(torch.optim, name))
+    assert isinstance(optimizer, torch.optim.AdamW) == (name == "AdamW")  # which is an Adam, too
     assert optimizer.defaults["fused"]
     for group in optimizer.param_groups:
         if name == "SGD":
@@ -104,6 +105,24 @@ def test_steps_equal_the_textbook(name: str) -> None:
             v = 0.999 * v + 0.001 * g * g
             p = p - lr * (m / (1 - beta**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
     assert torch.allclose(net.weight.double(), p, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_a_step_copies_no_gradient(name: str) -> None:
+    """Nor does it write clipped gradients before it steps with them: it walks through each tensor once."""
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 8, 1)).to(
+        memory_format=torch.channels_last
+    )
+    optimizer = build_optimizer(net, name, Hyp(), split_global_batch(16, 1, 64))
+    parameters = list(net.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 100.0)
+    guarded_step(optimizer, parameters, 10.0, OFF)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        guarded_step(optimizer, parameters, 10.0, OFF)
+    kernels = {event.key for event in profile.key_averages()}
+    assert f"aten::_fused_{name.lower()}_" in kernels
+    assert not kernels & {"aten::contiguous", "aten::clone", "aten::_foreach_mul_"}
 
 
 def test_state_of_another_memory_format() -> None:

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from utils import steps
 from utils.config import Hyp
 from utils.devices import memory_usage, parse_device
+from utils.ema import ModelEMA, foreach_lerp
 from utils.errors import UserError
 from utils.optim import build_optimizer
 from utils.seeds import rng_state, seed_everything, set_rng_state
-from utils.steps import BufferSnapshot, Precision, choose_precision, clip_and_check, guarded_step
+from utils.steps import BufferSnapshot, Precision, choose_precision, guarded_step
 from utils.torch_utils import (
     LAUNCHER_VARIABLES,
     BatchPlan,
     DistEnv,
-    ModelEMA,
     all_gather_objects,
     all_gather_rows,
     all_reduce_sum,
@@ -32,7 +32,6 @@ from utils.torch_utils import (
     barrier,
     broadcast_object,
     dist_env,
-    foreach_lerp,
     gather_objects,
     gather_on_machine,
     load_checkpoint,
@@ -479,19 +478,26 @@ def test_optimizer_without_gate() -> None:
         assert same == bool(expected)
 
 
-def test_clip() -> None:
+@pytest.mark.parametrize(("fused", "dtype"), [(True, torch.float32), (True, torch.float64), (False, torch.float32)])
+def test_clip(fused: bool, dtype: torch.dtype) -> None:
     """Gradients of 3 and 4 have the norm 5; clipped to 1 they keep their direction."""
-    a, b, unused = (nn.Parameter(torch.zeros(1)) for _ in range(3))
-    a.grad, b.grad = torch.tensor([3.0]), torch.tensor([4.0])
-    norm, found_inf = clip_and_check([a, b, unused], max_norm=1.0)
-    assert (norm.item(), found_inf.item(), found_inf.dtype) == (5.0, 0.0, torch.float32)
-    assert torch.cat([a.grad, b.grad]).tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
-    a.grad = torch.tensor([3e30])  # finite, its square is not
-    assert clip_and_check([a, b])[1].item() == 1.0
-    a.grad = torch.tensor([3.0])
-    b.grad = torch.tensor([4.0])
-    clip_and_check([a, b], max_norm=10.0)
-    assert (a.grad.item(), b.grad.item()) == (3.0, 4.0)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    epsilon = {torch.float32: 1e-6, torch.float64: 1e-15}[dtype]
+
+    def step(a: float, b: float, max_norm: float) -> tuple[list[float], float]:
+        """Return how far a step of plain gradient descent at the rate 1 goes, and found_inf."""
+        weights = [nn.Parameter(torch.zeros(1, dtype=dtype)) for _ in range(3)]
+        weights[0].grad, weights[1].grad = torch.tensor([a], dtype=dtype), torch.tensor([b], dtype=dtype)
+        optimizer = torch.optim.SGD(weights, lr=1.0, fused=fused)
+        found_inf = guarded_step(optimizer, iter(weights), max_norm, scaler)
+        assert found_inf.dtype == torch.float32
+        return [-weight.item() for weight in weights], found_inf.item()
+
+    scale = 1 / (5 + 1e-6)
+    assert step(3.0, 4.0, 1.0) == (pytest.approx([3 * scale, 4 * scale, 0.0], rel=epsilon), 0.0)
+    assert step(3.0, 4.0, 10.0) == ([3.0, 4.0, 0.0], 0.0)
+    largest = torch.finfo(dtype).max  # finite, its square is not
+    assert step(largest, 4.0, 1.0) == ([0.0, 0.0, 0.0], 1.0)
 
 
 # EMA ------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,22 +72,8 @@ def cpu_has_bf16() -> bool:
 # Guarded steps: a window whose gradient is not finite leaves no trace -------------------------------------------------
 
 MAX_GRAD_NORM = 10.0  # of all gradients of a step together
+CLIP_EPSILON = 1e-6  # that torch's clip_grads_with_norm_ adds to the norm
 GATED_DEVICES = ("cpu", "cuda")  # where torch's fused optimizers skip by a flag on the device
-
-
-def clip_and_check(parameters: Iterable[Tensor], max_norm: float = 10.0) -> tuple[Tensor, Tensor]:
-    """Clip the gradients to a global norm and say whether they are finite; the host does not wait.
-
-    Args:
-        parameters: those without gradient are passed over.
-        max_norm: of all gradients together.
-
-    Returns:
-        Norm before clipping () and found_inf (), float32: 1 if the norm is not finite, else 0. Clipped gradients are
-        useless in the first case. Under data parallelism both are the same on all ranks, for the gradients are.
-    """
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    return norm, torch.logical_not(torch.isfinite(norm)).to(torch.float32)
 
 
 def guarded_step(
@@ -95,23 +82,34 @@ def guarded_step(
     """Unscale, clip and step, unless a gradient is not finite: then parameters and optimizer state stay as they are.
 
     Torch's fused optimizers read ``found_inf`` (1 skips) on the device, the mechanism that its GradScaler uses, so the
-    host does not wait. An optimizer without it costs one wait per step.
+    host does not wait. An optimizer without it costs one wait per step. They also divide gradients by ``grad_scale``
+    while they step, which clips them without another walk through memory.
 
     Args:
         optimizer: over the parameters, made by `utils.optim.build_optimizer`.
-        parameters: whose gradients are clipped together.
-        max_norm: see `clip_and_check`.
+        parameters: whose gradients are clipped, all together, to a global norm (Pascanu et al. 2013, by torch's
+            formula); those without gradient are passed over.
+        max_norm: of all gradients together.
         scaler: enabled or not. It needs no word from us: wherever it would find an infinity the norm is not finite.
 
     Returns:
-        found_inf (), float32, 0 or 1; for `BufferSnapshot.restore` and `ModelEMA.update`, in this order.
+        found_inf (), float32, 0 or 1; for `BufferSnapshot.restore` and `ModelEMA.update`, in this order. Under data
+        parallelism it is the same on all ranks, for the gradients are.
     """
     scaler.unscale_(optimizer)
-    _, found_inf = clip_and_check(parameters, max_norm)
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and found_inf.device.type in GATED_DEVICES:
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    clipped = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in clipped if parameter.grad is not None])
+    found_inf = torch.logical_not(torch.isfinite(norm)).to(torch.float32)
+    gated = getattr(optimizer, "_step_supports_amp_scaling", False) and norm.device.type in GATED_DEVICES
+    in_step = gated and norm.dtype == torch.float32  # grad_scale is float32, too coarse for gradients of float64
+    if not in_step:
+        nn.utils.clip_grads_with_norm_(clipped, max_norm, norm)
+    if gated:
+        steered: Any = optimizer
+        steered.found_inf = found_inf
+        steered.grad_scale = ((norm + CLIP_EPSILON) / max_norm).clamp(min=1.0) if in_step else None
         optimizer.step()
-        del optimizer.found_inf  # type: ignore[attr-defined]
+        del steered.found_inf, steered.grad_scale
     elif not found_inf.item():
         optimizer.step()
     scaler.update()
