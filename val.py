@@ -60,6 +60,7 @@ from utils.torch_utils import DistEnv, dist_env, gather_objects, once, process_g
 from utils.val_files import (
     annotations_of,
     coco_results,
+    coco_score,
     image_ids,
     score_with_coco,
     write_json,
@@ -147,7 +148,8 @@ def evaluate(
     number of ranks.
 
     Args:
-        model: the raw network, in evaluation mode; always run in full precision.
+        model: the raw network, in evaluation mode; it computes in the precision of its weights, everything behind it in
+            full precision.
         family: how its outputs are decoded and post-processed.
         loader: this rank's batches.
         index: labels of the split.
@@ -168,6 +170,7 @@ def evaluate(
     assert criterion is None or not augment, "augmented predictions have no raw outputs to take a loss of"
     beat(Phase.VALIDATION)
     model.eval()
+    dtype = next(model.parameters()).dtype
     results: list[BatchResult] = []
     gave_up = False
     quiet = None if env.is_main_process else True  # None: on a terminal only
@@ -177,7 +180,7 @@ def evaluate(
         if gave_up := give_up():
             break
         start = _now(env.device)
-        images = family.inputs.prepare(batch.images.to(env.device, non_blocking=True))
+        images = family.inputs.prepare(batch.images.to(env.device, non_blocking=True)).to(dtype)
         prepared = _now(env.device)
         outputs = [] if augment else _forward(model, images)
         if augment:
@@ -303,7 +306,7 @@ def run(config: ValConfig, env: DistEnv) -> Results:
         deaths_explained(),
     ):
         evaluation = evaluate(
-            model,
+            model.half() if config.half else model,
             family,
             loader,
             index,
@@ -337,10 +340,13 @@ def _write(config: ValConfig, run_dir: Path, data: DataConfig, index: LabelIndex
     write_json(run_dir / "metrics.json", rows, indent=2)
     if config.save_txt:
         write_labels(run_dir, evaluation.images, index, config.save_conf)
+    annotations = annotations_of(data, config.split)
+    if config.coco_metrics:
+        figures = coco_score(evaluation.images, index, data.names, annotations, log)
+        write_json(run_dir / "coco_metrics.json", figures, indent=2)
     if config.save_json:
         found = coco_results(evaluation.images, index, data.names)
         write_predictions(run_dir, found)
-        annotations = annotations_of(data, config.split)
         if annotations is not None:
             ids = image_ids(index)
             score_with_coco(annotations, found, [ids[image.index] for image in evaluation.images], log)

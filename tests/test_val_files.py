@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,62 @@ def test_annotations_are_found_and_scored(bccd: Measured, capsys: pytest.Capture
     said = capsys.readouterr().out
     assert "speed per image: prepare " in said and "mAP50" not in said
     assert [found.name for found in (bccd.folder / "more").iterdir()] == ["exp"]
+
+
+@needs_shared
+def test_coco_metrics(bccd: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the command line: of the annotations, their crowds too, if they fit, else of the label files."""
+    path = bccd.annotations()
+    flags = f"--weights {bccd.weights} --data {bccd.data} --workers 0 --device cpu --project {bccd.folder}/coco".split()
+    flags += ["--noplots", "--coco-metrics"]
+
+    def measured(*more: str) -> tuple[dict[str, float], str]:
+        val.main([*flags, *more, "--exist-ok"])
+        return json.loads((bccd.folder / "coco/exp/coco_metrics.json").read_text()), capsys.readouterr().out
+
+    # The ids are those of the images, categories are told by their names, labels are listed in another order.
+    content = json.loads(path.read_text())
+    content["categories"] = [{"id": 7 - i, "name": name} for i, name in enumerate(NAMES)]
+    for one in content["annotations"]:
+        one["category_id"] = 7 - one["category_id"]
+    content["annotations"] = [*content["annotations"][::-1], {"image_id": 99, "category_id": 7, "bbox": [0, 0, 9, 9]}]
+    path.write_text(json.dumps(content))
+    figures, said = measured()
+    assert re.search(r"by COCO's rules, instances_val2017\.json: AP 0\.\d{3}, AP50 0\.\d{3}, .*AP large ", said)
+    assert "can't be used" not in said
+    assert figures["AP50"] == pytest.approx(bccd.evaluation.metrics.map50, abs=0.03)
+    assert figures["AP"] == pytest.approx(bccd.evaluation.metrics.map, abs=0.03)
+
+    path.unlink()
+    of_labels, said = measured()
+    assert "by COCO's rules, label files: AP 0." in said
+    assert of_labels == pytest.approx(figures, abs=1e-9)
+
+    # A crowd where the labels were: nothing is left to be found but the other class.
+    for one in content["annotations"]:
+        one["iscrowd"] = int(one["category_id"] != 7)
+    path.write_text(json.dumps(content))
+    assert measured()[0]["AP"] == pytest.approx(val_files.coco_metrics(*first_class(bccd)).figures()["AP"], abs=1e-9)
+
+    content["categories"][0]["name"] = "rbc"
+    path.write_text(json.dumps(content))
+    figures, said = measured()
+    assert "label files are instead; ValueError: its category 'rbc' is no class of the data set" in said
+    assert figures == pytest.approx(of_labels, abs=1e-9)
+    for spoiled, reason in (("{", "JSONDecodeError"), ("{}", "KeyError"), ('{"images": []}', "6 images are not in it")):
+        path.write_text(spoiled)
+        figures, said = measured()
+        assert reason in said and figures == pytest.approx(of_labels, abs=1e-9)
+    with pytest.raises(SystemExit):
+        val.parse_val([*flags, "--task", "speed"])
+    assert "--task speed scores nothing" in capsys.readouterr().err
+
+
+def first_class(bccd: Measured) -> tuple[Any, Any]:
+    """Detections and labels of the first class alone."""
+    images = bccd.evaluation.images
+    found, truth = val_files.detections_as_found(images), val_files.labels_as_truth(images)
+    return found.rows(np.flatnonzero(found.category == 0)), truth.rows(np.flatnonzero(truth.category == 0))
 
 
 def test_speed_thresholds() -> None:

@@ -10,9 +10,9 @@ How the AP here differs from COCO's (pycocotools), for the same detections:
       area is summed by trapezoids.
     - In COCO a detection whose best label is taken falls back to the next one it overlaps enough; here it counts as
       false (`match_detections`).
-    - COCO's usual figures keep 100 detections an image; here it is whatever non-maximum suppression kept, 300 by
-      default. For a comparison give pycocotools ``maxDets`` 300.
-    Together they come to a few thousandths.
+    - COCO's usual figures keep 100 detections of each class in an image; here it is whatever non-maximum suppression
+      kept, 300 an image by default. For a comparison give pycocotools ``maxDets`` 300.
+    Together they come to a few thousandths. `utils.coco_metrics` has COCO's own figures.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from utils.boxes import box_iou
 from utils.short_names import one_line
 
 FloatArray = npt.NDArray[np.floating[Any]]
@@ -59,19 +57,31 @@ def match_detections(detections: FloatArray, labels: FloatArray, iou_thresholds:
     if len(detections) == 0 or len(labels) == 0:
         return true_positive
     order = np.argsort(-detections[:, 4], kind="stable")
-    ranked = detections[order]
-    iou = np.where(ranked[:, 5:6] == labels[None, :, 0], _pairwise_iou(ranked[:, :4], labels[:, 1:]), 0.0)  # (K, L)
-    pointed = iou.argmax(axis=1)
-    rows, columns = np.nonzero(iou.max(axis=1)[:, None] >= iou_thresholds)
+    rows, columns = np.nonzero(detections[order, 5:6] == labels[:, 0])
+    iou = _iou(detections[order[rows], :4], labels[columns, 1:])
+    close = iou >= iou_thresholds.min(initial=1)  # few are
+    rows, columns, iou = rows[close], columns[close], iou[close]
+    # Row by row, the largest overlap first: of equals the earlier label, as sorting keeps their order.
+    best = np.lexsort((-iou, rows))
+    rows, columns, iou = rows[best], columns[best], iou[best]
+    leads = np.ones(len(rows), dtype=bool)
+    leads[1:] = rows[1:] != rows[:-1]
+    rows, columns, iou = rows[leads], columns[leads], iou[leads]
+    pointing, thresholds = np.nonzero(iou[:, None] >= iou_thresholds)
     # Rows come in falling confidence, so the first one of a (label, threshold) pair is its most confident detection.
-    _, first = np.unique(pointed[rows] * len(iou_thresholds) + columns, return_index=True)
-    true_positive[order[rows[first]], columns[first]] = True
+    _, first = np.unique(columns[pointing] * len(iou_thresholds) + thresholds, return_index=True)
+    true_positive[order[rows[pointing[first]]], thresholds[first]] = True
     return true_positive
 
 
-def _pairwise_iou(a: FloatArray, b: FloatArray) -> FloatArray:
-    """IoU (N, M) of xyxy boxes (N, 4) and (M, 4), in float64."""
-    return box_iou(torch.from_numpy(a.astype(np.float64)), torch.from_numpy(b.astype(np.float64))).numpy()
+def _iou(a: FloatArray, b: FloatArray) -> FloatArray:
+    """IoU (n,) of xyxy boxes (n, 4), row by row, in float64; 0 for pairs without area."""
+    (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2) = a.T.astype(np.float64), b.T.astype(np.float64)
+    width, height = np.minimum(ax2, bx2) - np.maximum(ax1, bx1), np.minimum(ay2, by2) - np.maximum(ay1, by1)
+    overlap = np.maximum(width, 0) * np.maximum(height, 0)
+    area_a = np.maximum(ax2 - ax1, 0) * np.maximum(ay2 - ay1, 0)
+    area_b = np.maximum(bx2 - bx1, 0) * np.maximum(by2 - by1, 0)
+    return np.divide(overlap, area_a + area_b - overlap, out=np.zeros_like(overlap), where=overlap > 0)
 
 
 @dataclass(frozen=True)
@@ -128,27 +138,25 @@ def ap_per_class(tp: BoolArray, conf: FloatArray, pred_cls: ClassIds, target_cls
     Returns:
         Figures of the C classes in ``target_cls``; zeros for a class without detections; C = 0 without labels.
     """
-    order = np.argsort(-conf, kind="stable")
-    tp, conf, pred_cls = tp[order], conf[order].astype(np.float64), pred_cls[order]
     classes, instances = np.unique(target_cls.astype(np.int64), return_counts=True)
+    order = np.lexsort((-conf, pred_cls))  # class by class, the best first
+    tp, conf, pred_cls = tp[order], conf[order].astype(np.float64), pred_cls[order]
+    starts, ends = np.searchsorted(pred_cls, classes), np.searchsorted(pred_cls, classes, side="right")
 
     ap = np.zeros((len(classes), tp.shape[1]))
     precision, recall, precision_at_recall = np.zeros((3, len(classes), len(CURVE_POINTS)))
-    for i, class_id in enumerate(classes):
-        mine = pred_cls == class_id
-        if not mine.any():
+    for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if start == end:
             continue
-        hits = tp[mine].cumsum(axis=0)  # (n, T)
+        hits = np.ascontiguousarray(tp[start:end].T).cumsum(axis=1)  # (T, n)
         class_recall = hits / (instances[i] + TINY)
-        class_precision = hits / np.arange(1, len(hits) + 1)[:, None]
+        class_precision = hits / np.arange(1, end - start + 1)
         # Negated, because np.interp wants rising x. Above the highest confidence nothing is detected yet.
-        recall[i] = np.interp(-CURVE_POINTS, -conf[mine], class_recall[:, 0], left=0)
-        precision[i] = np.interp(-CURVE_POINTS, -conf[mine], class_precision[:, 0], left=1)
-        for t in range(tp.shape[1]):
-            curve = _precision_envelope(class_recall[:, t], class_precision[:, t])
-            ap[i, t] = _area(*curve)
-            if t == 0:
-                precision_at_recall[i] = np.interp(CURVE_POINTS, *curve)
+        recall[i] = np.interp(-CURVE_POINTS, -conf[start:end], class_recall[0], left=0)
+        precision[i] = np.interp(-CURVE_POINTS, -conf[start:end], class_precision[0], left=1)
+        curves = [_precision_envelope(*curve) for curve in zip(class_recall, class_precision, strict=True)]
+        ap[i] = [_area(*curve) for curve in curves]
+        precision_at_recall[i] = np.interp(CURVE_POINTS, *curves[0])
 
     f1 = 2 * precision * recall / (precision + recall + TINY)
     best = int(_smooth(f1.mean(axis=0)).argmax()) if len(classes) else 0
@@ -361,12 +369,14 @@ class ConfusionMatrix:
 
     def _pair(self, detections: FloatArray, labels: FloatArray) -> tuple[IntArray, IntArray]:
         """Greedy one-to-one pairs as (rows of detections, rows of labels)."""
-        iou = _pairwise_iou(detections[:, :4], labels[:, 1:])
-        rows, columns = np.nonzero(iou > self.iou_thres)
+        rows, columns = (numbers.ravel() for numbers in np.indices((len(detections), len(labels))))
+        iou = _iou(detections[rows, :4], labels[columns, 1:])
+        close = iou > self.iou_thres
+        rows, columns, iou = rows[close], columns[close], iou[close]
         pairs: dict[int, int] = {}
         taken: set[int] = set()
         # At equal IoU (two classes predicted for one box) the more confident detection comes first.
-        for i in np.lexsort((columns, -detections[rows, 4], -iou[rows, columns])):
+        for i in np.lexsort((columns, -detections[rows, 4], -iou)):
             row, column = int(rows[i]), int(columns[i])
             if row not in pairs and column not in taken:
                 pairs[row] = column

@@ -1,4 +1,4 @@
-"""What a validation leaves behind on demand: detections in COCO's format, label files, COCO's own figures."""
+"""What a validation leaves behind on demand: detections in COCO's format, label files, COCO's figures."""
 
 import contextlib
 import importlib
@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from utils.coco_metrics import Found, Truth, coco_metrics
 from utils.data_config import DataConfig
 from utils.dataset import LabelIndex
 from utils.detection_files import label_rows
 from utils.errors import UserError
 from utils.logging import get_logger
-from utils.metrics import ImageResult
+from utils.metrics import FloatArray, ImageResult
 
 PREDICTIONS = "predictions.json"  # in a run folder
 COCO_NAMES = (  # spaces in names as underscores
@@ -161,6 +162,94 @@ def annotations_of(data: DataConfig, split: str) -> Path | None:
     name = sources[0].stem if sources[0].suffix == ".txt" else sources[0].name
     path = data.root / "annotations" / f"instances_{name}.json"
     return path if path.is_file() else None
+
+
+def coco_score(
+    images: Sequence[ImageResult],
+    index: LabelIndex,
+    names: Sequence[str],
+    annotations: Path | None,
+    logger: logging.Logger,
+) -> dict[str, float]:
+    """Score by COCO's rules and say what came out; pycocotools is not needed.
+
+    Args:
+        images: detections and labels.
+        index: of the split.
+        names: class names.
+        annotations: in COCO's format. They know crowds and the areas of outlines; where they don't fit the data set,
+            which is said, and without them the label files count, with the areas of boxes.
+        logger: where that is said.
+
+    Returns:
+        Figures by name: AP, AP50, AP75, AP small, AP medium, AP large; -1 where there are no labels.
+    """
+    source, truth = "label files", labels_as_truth(images)
+    if annotations is not None:
+        try:
+            source, truth = annotations.name, read_truth(annotations, images, image_ids(index), names)
+        except (OSError, ValueError, KeyError, TypeError) as error:  # somebody else's file
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning(f"--coco-metrics: {annotations} can't be used, the label files are instead; {reason}")
+    figures = coco_metrics(detections_as_found(images), truth).figures()
+    logger.info(f"by COCO's rules, {source}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+    return figures
+
+
+def detections_as_found(images: Sequence[ImageResult]) -> Found:
+    """Return the detections of some images as `utils.coco_metrics` wants them."""
+    rows = np.concatenate([np.zeros((0, 6)), *(image.detections for image in images)])  # float64
+    number = np.repeat([image.index for image in images], [len(image.detections) for image in images])
+    return Found(number, rows[:, 5].astype(np.int64), _xywh(rows[:, :4]), rows[:, 4])
+
+
+def labels_as_truth(images: Sequence[ImageResult]) -> Truth:
+    """Return the labels of some images likewise: no crowds, and the areas are those of the boxes."""
+    rows = np.concatenate([np.zeros((0, 5)), *(image.labels for image in images)])
+    number = np.repeat([image.index for image in images], [len(image.labels) for image in images])
+    boxes = _xywh(rows[:, 1:])
+    return Truth(number, rows[:, 0].astype(np.int64), boxes, boxes[:, 2] * boxes[:, 3], np.zeros(len(rows), bool))
+
+
+def read_truth(
+    annotations: Path, images: Sequence[ImageResult], image_ids: Sequence[int | str], names: Sequence[str]
+) -> Truth:
+    """Read the annotations of some images; categories are told by their names.
+
+    Args:
+        annotations: in COCO's format.
+        images: that were looked at.
+        image_ids: COCO's id of each image of the split.
+        names: class names.
+
+    Raises:
+        ValueError: it is no JSON, or images or names are not in it; KeyError and TypeError: not in COCO's format.
+        OSError: it can't be read.
+    """
+    content = json.loads(annotations.read_text(encoding="utf-8"))
+    known = {one["id"] for one in content["images"]}
+    number = {image_ids[image.index]: image.index for image in images}
+    unknown = [one for one in number if one not in known]
+    if unknown:
+        raise ValueError(f"{len(unknown)} images are not in it, such as {unknown[0]}")
+    category = {one["id"]: one["name"] for one in content["categories"]}
+    chosen = [one for one in content["annotations"] if one["image_id"] in number]
+    strange = {category[one["category_id"]] for one in chosen} - set(names)
+    if strange:
+        raise ValueError(f"its category {min(strange)!r} is no class of the data set")
+    class_ids = {name: class_id for class_id, name in enumerate(names)}
+    return Truth(
+        np.array([number[one["image_id"]] for one in chosen], np.int64),
+        np.array([class_ids[category[one["category_id"]]] for one in chosen], np.int64),
+        np.array([one["bbox"] for one in chosen], np.float64).reshape(-1, 4),
+        np.array([one["area"] for one in chosen], np.float64),
+        np.array([bool(one.get("iscrowd", 0)) for one in chosen], bool),
+    )
+
+
+def _xywh(boxes: FloatArray) -> FloatArray:
+    """Turn boxes (n, 4) from xyxy to xywh (top-left)."""
+    return np.concatenate([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], axis=1)
 
 
 def score_with_coco(
