@@ -66,7 +66,14 @@ def resized_shapes(shapes: np.ndarray, imgsz: int) -> np.ndarray:
     return -(-shapes.astype(np.int64) * imgsz // shapes.max(axis=1, keepdims=True))
 
 
-def resize_longest(image: np.ndarray, imgsz: int, shrink: int = cv2.INTER_LINEAR) -> np.ndarray:
+def decoding_reduction(height: int, width: int, imgsz: int) -> int:
+    """How much smaller than it is an image may be decoded for training: 1, 2, 4 or 8, and not below ``imgsz``."""
+    return next(reduction for reduction in (8, 4, 2, 1) if max(height, width) >= reduction * imgsz or reduction == 1)
+
+
+def resize_longest(
+    image: np.ndarray, imgsz: int, shrink: int = cv2.INTER_LINEAR, size: tuple[int, int] | None = None
+) -> np.ndarray:
     """Resize so that the longer side is ``imgsz``.
 
     Args:
@@ -74,12 +81,14 @@ def resize_longest(image: np.ndarray, imgsz: int, shrink: int = cv2.INTER_LINEAR
         imgsz: pixels.
         shrink: OpenCV interpolation used when the image gets smaller: linear for training, ``cv2.INTER_AREA`` for
             validation. Enlarging is linear.
+        size: height and width of the image in its file, where it was decoded smaller: they give the proportions.
 
     Returns:
         (h, w, 3) uint8 of ``resized_shape``; the image itself if it has that shape already.
     """
     height, width = image.shape[:2]
-    h, w = resized_shape(height, width, imgsz)
+    whole_height, whole_width = size or (height, width)
+    h, w = resized_shape(whole_height, whole_width, imgsz)
     if (h, w) == (height, width):
         return image
     return cv2.resize(image, (w, h), interpolation=shrink if max(height, width) > imgsz else cv2.INTER_LINEAR)
@@ -283,7 +292,7 @@ def _warp_each(
         if x1 < x2 and y1 < y2:
             source = cv2.copyMakeBorder(source, 1, 1, 1, 1, cv2.BORDER_REPLICATE)
             own = np.array([[matrix[0, 0], 0, shift_x], [0, matrix[1, 1], shift_y]])
-            image[y1:y2, x1:x2] = cv2.warpAffine(source, own, (x2 - x1, y2 - y1))
+            cv2.warpAffine(source, own, (x2 - x1, y2 - y1), dst=image[y1:y2, x1:x2])
     return image
 
 
@@ -441,7 +450,7 @@ def adjust_hsv(image: np.ndarray, hyp: Hyp, rng: np.random.Generator) -> np.ndar
     table[:, 0] %= 180
     table = np.minimum(np.maximum(table, 0), 255).astype(np.uint8)
     hsv = cv2.cvtColor(image, cv2.COLOR_BGR2HSV)
-    return cv2.cvtColor(cv2.LUT(hsv, table[None]), cv2.COLOR_HSV2BGR)
+    return cv2.cvtColor(cv2.LUT(hsv, table[None]), cv2.COLOR_HSV2BGR, dst=hsv)  # fresh memory costs as much as the work
 
 
 def flip(image: np.ndarray, labels: np.ndarray, hyp: Hyp, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,10 +29,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from utils import augmentations
+from utils.batch_slots import BatchSlots
 from utils.config import Hyp
 from utils.dataset import LabelIndex, read_image
 from utils.errors import LostDataError, UserError
-from utils.forks import fork_context, name_process
+from utils.forks import fork_context, keep_freed_memory, name_process
 from utils.image_cache import ImageCache
 from utils.images import ImageError
 from utils.interrupts import STOP_SIGNALS, interrupts_held
@@ -45,6 +47,7 @@ ORDER_POSITION = 2**64 - 1
 SHAPE_POSITION = 2**64 - 2
 
 PREFETCH_BATCHES = 2  # per worker
+SLOTS = PREFETCH_BATCHES + 2  # per worker: training holds a batch and maybe the one before, which it is about to drop
 WORKER_NICENESS = 10
 WORKER_PATIENCE = 60  # seconds that a worker serves on after SIGTERM: as long as the launcher waits for a run to save
 MULTI_SCALE = (0.5, 1.5)  # of the image size
@@ -393,8 +396,13 @@ class DetectionDataset(Dataset[Sample]):
         image = self.cache.get(i)
         if image is None:
             height, width = self.index.shapes[i].tolist()
-            shrink = cv2.INTER_AREA if self.hyp is None else cv2.INTER_LINEAR
-            image = augmentations.resize_longest(read_image(self.index.path(i), (height, width)), self.imgsz, shrink)
+            if self.hyp is None:  # published figures are measured on images that are decoded whole
+                image = read_image(self.index.path(i), (height, width))
+                image = augmentations.resize_longest(image, self.imgsz, cv2.INTER_AREA)
+            else:
+                reduction = augmentations.decoding_reduction(height, width, self.imgsz)
+                image = read_image(self.index.path(i), (height, width), reduction)
+                image = augmentations.resize_longest(image, self.imgsz, cv2.INTER_LINEAR, (height, width))
             self.cache.put(i, image)
         return image, augmentations.labels_to_pixels(self.index.labels(i), *image.shape[:2])
 
@@ -490,18 +498,27 @@ def _nobody_asks(i: int) -> None:
     """Take no note."""
 
 
-def collate(samples: Sequence[Sample], batch_size: int) -> Batch:
-    """Join samples of one shape; ``batch_size`` is the batch over all ranks that positions count in."""
-    first = samples[0].request
-    images = torch.empty((len(samples), first.height, first.width, 3), dtype=torch.uint8)
-    for image, sample in zip(images.numpy(), samples, strict=True):
+def collate(samples: Sequence[Sample], batch_size: int, slots: BatchSlots | None = None) -> Batch:
+    """Join samples of one shape.
+
+    Args:
+        samples: at least one.
+        batch_size: images in a batch over all ranks, by which positions are counted.
+        slots: for the images of the batches of loader processes.
+    """
+    first, worker = samples[0].request, get_worker_info()
+    shape = (len(samples), first.height, first.width, 3)
+    handed = slots.take(worker.id, shape) if slots is not None and worker is not None else None
+    array = np.empty(shape, np.uint8) if handed is None else handed.array
+    for image, sample in zip(array, samples, strict=True):
         cv2.cvtColor(sample.image, cv2.COLOR_BGR2RGB, dst=image)
     counts = [len(sample.labels) for sample in samples]
     targets = np.empty((sum(counts), 6), np.float32)
     targets[:, 0] = np.repeat(np.arange(len(samples)), counts)
     targets[:, 1:] = np.concatenate([sample.labels for sample in samples])
+    images: Any = torch.from_numpy(array).permute(0, 3, 1, 2) if handed is None else handed
     return Batch(
-        images.permute(0, 3, 1, 2),
+        images,
         torch.from_numpy(targets),
         torch.tensor([sample.request.index for sample in samples], dtype=torch.int64),
         first.epoch,
@@ -522,11 +539,6 @@ def choose_val_batch(wanted: int, global_batch: int) -> int:
     return wanted or min(global_batch, 32)
 
 
-def loader_bytes(num_workers: int, batch: int, imgsz: int) -> int:
-    """Bytes of shared memory that a loader's batches take at most: those prefetched, and the one in use."""
-    return (num_workers * PREFETCH_BATCHES + 1) * batch * 3 * imgsz**2 if num_workers else 0
-
-
 def _init_worker(worker_id: int, notes: LoaderNotes, yield_cores: bool) -> None:
     """One thread per worker; signals to stop are the main process's business, which then ends the workers.
 
@@ -538,6 +550,7 @@ def _init_worker(worker_id: int, notes: LoaderNotes, yield_cores: bool) -> None:
     info: Any = get_worker_info()
     info.dataset.note = notes.begin(worker_id)
     name_process(f"loader {worker_id}")
+    keep_freed_memory()
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     for number in STOP_SIGNALS:
@@ -564,19 +577,29 @@ def _data_loader(
     notes = LoaderNotes(dataset.index.path, num_workers)
     if not parallel:
         dataset.note = notes.begin(0)
+    forked = parallel and sys.platform == "linux"
+    slots = BatchSlots(num_workers, SLOTS, _largest_batch(batches)) if forked else None
     loader = DataLoader(
         dataset,
         batch_sampler=batches,
         num_workers=num_workers,
-        collate_fn=partial(collate, batch_size=batch_size),
+        collate_fn=partial(collate, batch_size=batch_size, slots=slots),
         pin_memory=device.type == "cuda",
         worker_init_fn=partial(_init_worker, notes=notes, yield_cores=device.type == "cpu"),
-        multiprocessing_context=(fork_context() if sys.platform == "linux" else "spawn") if parallel else None,
+        multiprocessing_context=fork_context() if forked else "spawn" if parallel else None,
         prefetch_factor=PREFETCH_BATCHES if parallel else None,
         persistent_workers=parallel,
         generator=torch.Generator(),  # of seeds that nobody uses; each pass would else move PyTorch's global generator
     )
     return loader, notes
+
+
+def _largest_batch(batches: TrainBatches | list[list[SampleRequest]]) -> int:
+    """Bytes of the images of this rank's largest batch."""
+    if isinstance(batches, TrainBatches):
+        shapes = [(batches.imgsz, batches.imgsz)] if batches.rect is None else batches.rect.shapes
+        return 3 * len(batches.slots) * max(height * width for height, width in shapes)
+    return 3 * max((len(requests) * requests[0].height * requests[0].width for requests in batches), default=0)
 
 
 def _without_traceback(error: ImageError | LostDataError) -> UserError | LostDataError:
@@ -593,27 +616,37 @@ class TrainLoader(Iterator[Batch]):
     Args:
         loader: over ``TrainBatches``.
         notes: of its processes.
+        device: that trains.
 
     Attributes:
         batches_per_epoch: K.
     """
 
-    def __init__(self, loader: DataLoader, notes: LoaderNotes) -> None:
+    def __init__(self, loader: DataLoader, notes: LoaderNotes, device: torch.device) -> None:
         self.batches_per_epoch = len(loader)
         self._notes = notes
+        self._device, self._waited = device, 0.0
         self._unreadable: dict[int, str] = {}
         with interrupts_held():  # the workers are forked here
             self._batches: Iterator[Batch] | None = iter(loader)
 
     def __next__(self) -> Batch:
         assert self._batches is not None, "the loader is closed"
+        began = time.perf_counter()
         try:
             batch = next(self._batches)
         except (ImageError, LostDataError) as error:
             raise _without_traceback(error) from None
+        # On CUDA the host runs ahead of its device, which only loses time if it has nothing left to do by now.
+        if self._device.type != "cuda" or torch.cuda.current_stream(self._device).query():
+            self._waited += time.perf_counter() - began
         if batch.unreadable:
             self._unreadable.update(batch.unreadable)
         return batch
+
+    def waited(self) -> float:
+        """Return for how many seconds training has waited for batches so far."""
+        return self._waited
 
     def take_unreadable(self) -> dict[int, str]:
         """Return the images that could not be read since the last call: reason by place in the label index."""
@@ -691,7 +724,7 @@ def train_loader(
         start_batch=start_batch,
         rect=rect,
     )
-    return TrainLoader(*_data_loader(dataset, batches, global_batch, num_workers, env.device))
+    return TrainLoader(*_data_loader(dataset, batches, global_batch, num_workers, env.device), env.device)
 
 
 def val_loader(

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import weakref
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import numpy as np
 from utils.dataset import LabelIndex, cache_folders, content_digest, replacing
 
 MAGIC = b"LSIMAGE1"
+PIXELS_VERSION = 2  # raise it whenever images are decoded or resized otherwise: older cache files are not used
 HEADER_BYTES = 4096  # magic, crc32 and length of the JSON text, the text; then shapes, flags, checksums, pixels
 ALIGN = 64
 RAM_SHARE = 0.4  # of the free memory: the rest is for workers, batches and the framework
@@ -80,7 +80,7 @@ class ImageCache:
         # Other decoders give other pixels, so their version is part of what the file holds.
         key = content_digest(
             index.images_digest.encode(), np.ascontiguousarray(shapes, np.int32).tobytes(), interpolation.encode(),
-            cv2.__version__.encode(),
+            f"{cv2.__version__} {PIXELS_VERSION}".encode(),
         )  # fmt: skip
         make = _in_memory if mode == "ram" else _on_disk
         folders = [_memory_folder()] if mode == "ram" else cache_folders(index.path(0))
@@ -306,21 +306,6 @@ def _let_go(descriptor: int, remove: Path | None, owner: int) -> None:
         os.close(descriptor)
         if remove is not None and os.getpid() == owner:
             remove.unlink()
-
-
-def shared_memory_beside(caches: Sequence[int]) -> int:
-    """Bytes of shared memory that are left once caches of these sizes have taken theirs; unbounded without any.
-
-    Args:
-        caches: bytes of each cache in memory, in the order in which they are made.
-    """
-    if not SHARED_MEMORY.is_dir():
-        return sys.maxsize
-    free, memory = shutil.disk_usage(SHARED_MEMORY).free, free_memory()
-    for wanted in caches:
-        taken = min(wanted, int(RAM_SHARE * min(memory, free)))
-        free, memory = free - taken, memory - taken
-    return free
 
 
 # --- Free memory -----------------------------------------------------------------------------------------------------

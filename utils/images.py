@@ -22,6 +22,14 @@ T = TypeVar("T")
 # What decoders have to say goes into our messages, which name the file.
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
 
+JPEG_START = b"\xff\xd8\xff"
+DECODING = {  # by how much smaller a JPEG file is decoded
+    1: cv2.IMREAD_COLOR,
+    2: cv2.IMREAD_REDUCED_COLOR_2,
+    4: cv2.IMREAD_REDUCED_COLOR_4,
+    8: cv2.IMREAD_REDUCED_COLOR_8,
+}
+
 IMAGE_SUFFIXES = frozenset(["bmp", "dng", "jpeg", "jpg", "mpo", "png", "tif", "tiff", "webp", "pfm"])
 
 # What storage, above all storage elsewhere, says while it is in trouble that may pass.
@@ -216,7 +224,7 @@ def _bmp(data: bytes) -> _Header:
 
 def _parse_header(data: bytes) -> _Header | None:
     """Header from the first bytes; None for formats that only decoders know; IndexError or struct.error: too few."""
-    if data[:3] == b"\xff\xd8\xff":
+    if data[:3] == JPEG_START:
         return _jpeg(data)
     if data[:8] == b"\x89PNG\r\n\x1a\n":
         return _png(data)
@@ -289,13 +297,15 @@ def _checked_header(path: str) -> _Header | None:
         return header
 
 
-def read_image(path: str, size: tuple[int, int] | None = None) -> np.ndarray:
+def read_image(path: str, size: tuple[int, int] | None = None, reduction: int = 1) -> np.ndarray:
     """Decode an image to (H, W, 3) BGR uint8, upright by its EXIF orientation, whatever its depth and channels.
 
     Args:
         path: the file.
         size: height and width that it had before. A file that has other ones now, or was cut short meanwhile, is an
             error then; else the picture is as far as OpenCV sees it.
+        reduction: 1, 2, 4 or 8. JPEG files are decoded at this fraction of their sides, rounded up, for which a part
+            of the work suffices (ITU T.81: blocks of 8 x 8 frequencies); files of other formats as they are.
 
     Raises:
         ImageError: the file is missing, or no image.
@@ -308,15 +318,16 @@ def read_image(path: str, size: tuple[int, int] | None = None) -> np.ndarray:
             if _cut_short(header, len(data), lambda: data[-16:], lambda: data):
                 raise ImageError("is cut short")
         # Orientation is applied here, since OpenCV's versions differ in the formats for which they do it.
-        flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
+        reduction = reduction if data[:3] == JPEG_START else 1
+        flags = DECODING[reduction] | cv2.IMREAD_IGNORE_ORIENTATION
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flags) if data else None
         if image is None:
             raise ImageError("cannot be decoded")
         if image.ndim == 2:  # grey PFM files stay grey in spite of the flag
             image = cv2.cvtColor(image, cv2.COLOR_GRAY2BGR)
         image = _upright(image, header.orientation if header else 1)
-        if size is not None:
-            _check_size((image.shape[0], image.shape[1]), size)
+        if size is not None and image.shape[:2] != (-(-size[0] // reduction), -(-size[1] // reduction)):
+            _check_size((image.shape[0], image.shape[1]), size)  # in which the kinds of JPEG come that can't be reduced
     except (OSError, ImageError, cv2.error) as error:
         raise ImageError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     return image

@@ -1,4 +1,4 @@
-"""Checks of the machine before a run starts: OpenCV, the run folder, disk space, shared memory.
+"""Checks of the machine before a run starts: OpenCV, the run folder, disk space.
 
 Imports the standard library and `utils.errors` only, so that a missing system library is said before it is needed.
 """
@@ -67,25 +67,6 @@ def check_disk(run_dir: Path, needed: int) -> None:
         raise UserError(
             f"--project {run_dir.parent}: the checkpoints of this run need about {needed / 1e6:,.0f} MB, "
             f"{free / 1e6:,.0f} MB are free on that disk; free some, or choose a --project on another disk"
-        )
-
-
-def check_shared_memory(needed: int, free: int, folder: Path) -> None:
-    """Check that loader processes can hand over their batches; they die with "Bus error" otherwise.
-
-    Args:
-        needed: bytes on their way at once.
-        free: bytes that are left for them.
-        folder: where shared memory is mounted.
-
-    Raises:
-        UserError: says how much is needed and how to get it.
-    """
-    if needed > free:
-        raise UserError(
-            f"--workers: the loader's processes need about {needed / 1e6:,.0f} MB of shared memory, in {folder} "
-            f"{free / 1e6:,.0f} MB are left for them; start the container with more (docker run --shm-size=8g), or use "
-            "fewer --workers (0 needs none), a smaller --batch-size or --cache off"
         )
 
 

@@ -1,4 +1,4 @@
-"""What is done about ranks that are stuck or slow: a watchdog beside them, and a line on who was late in an epoch."""
+"""What is done about ranks that are stuck or slow: a watchdog beside them, and a line on what an epoch waited for."""
 
 import faulthandler
 import mmap
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from utils.config import ROOT
 from utils.logging import get_logger
 from utils.torch_utils import DistEnv, all_gather_rows, gather_on_machine, once_per_machine
 
-SHARE_OF_EPOCH = 0.2  # that others have to wait for a rank before it is worth a line
+SHARE_OF_EPOCH = 0.2  # that others have to wait for a rank, or a rank for images, before it is worth a line
 SHORTEST_EPOCH = 5.0  # seconds; in less than that a hiccup of the machine is a large share
 MARK = 16  # bytes at the end of the heartbeats' file that tell it from another one
 
@@ -124,22 +124,49 @@ def _start_watchdog(files: _Files, env: DistEnv, warning: float, timeout: float,
 # Slow ranks -----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def paced(env: DistEnv) -> Iterator[None]:
-    """Context of the training part of an epoch, after which a rank that was slow is named. Collective.
+class Pace:
+    """Says after an epoch what took time that need not: a rank that was slow, or the loader, and of that once a run.
 
-    Among ranks on the CPU only: on CUDA a host does not wait where its device does.
+    Args:
+        env: this rank's place.
+        waited: gives the seconds for which this rank has waited for images so far.
+        remedies: what makes images come faster, for the message.
+        filling: whether the first epoch also fills a cache; it does not tell then how the others will be.
     """
-    began, before = time.perf_counter(), heartbeat.blocked_seconds()
-    yield
-    if env.world_size == 1 or env.device.type != "cpu":
-        return
-    own = [heartbeat.blocked_seconds() - before, time.perf_counter() - began]
-    blocked, seconds = all_gather_rows(torch.tensor(own, dtype=torch.float64), env).unbind(1)
-    slowest = find_slowest(blocked.tolist(), float(seconds.max()))
-    if slowest is not None:
-        rank, share = slowest
-        get_logger().info(f"rank {rank} was the slowest: the others waited {share:.0%} of the epoch for it")
+
+    def __init__(self, env: DistEnv, waited: Callable[[], float], remedies: str, *, filling: bool) -> None:
+        self._env, self._waited, self._remedies = env, waited, remedies
+        self._unjudged, self._said = int(filling), False
+
+    @contextmanager
+    def epoch(self) -> Iterator[None]:
+        """Context of the training part of an epoch. Collective: every rank must call it."""
+        began, blocked, waited = time.perf_counter(), heartbeat.blocked_seconds(), self._waited()
+        yield
+        seconds = time.perf_counter() - began
+        self._judge_loader(self._waited() - waited, seconds)
+        self._name_slowest(heartbeat.blocked_seconds() - blocked, seconds)
+
+    def _judge_loader(self, waited: float, seconds: float) -> None:
+        if self._unjudged:
+            self._unjudged -= 1
+        elif not self._said and seconds >= SHORTEST_EPOCH and waited > SHARE_OF_EPOCH * seconds:
+            self._said = True
+            get_logger().info(
+                f"the loader is what limits: {waited / seconds:.0%} of the epoch was spent waiting for images; "
+                f"{self._remedies}"
+            )
+
+    def _name_slowest(self, blocked: float, seconds: float) -> None:
+        """Among ranks on the CPU only: on CUDA a host does not wait where its device does."""
+        if self._env.world_size == 1 or self._env.device.type != "cpu":
+            return
+        own = torch.tensor([blocked, seconds], dtype=torch.float64)
+        all_blocked, all_seconds = all_gather_rows(own, self._env).unbind(1)
+        slowest = find_slowest(all_blocked.tolist(), float(all_seconds.max()))
+        if slowest is not None:
+            rank, share = slowest
+            get_logger().info(f"rank {rank} was the slowest: the others waited {share:.0%} of the epoch for it")
 
 
 def find_slowest(blocked: list[float], seconds: float) -> tuple[int, float] | None:

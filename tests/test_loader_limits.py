@@ -1,0 +1,91 @@
+"""A run says when its loader is what limits it."""
+
+import re
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from utils import stalls
+from utils.config import Hyp
+from utils.dataloaders import DetectionDataset, Sample, SampleRequest, train_loader
+from utils.dataset import build_index
+from utils.image_cache import ImageCache
+from utils.stalls import Pace
+from utils.torch_utils import DistEnv
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    monkeypatch.setattr(stalls, "SHORTEST_EPOCH", 0.1)
+    return lambda: capsys.readouterr().out.splitlines()
+
+
+class Clock:
+    """Seconds that a training process has waited, as an epoch goes on."""
+
+    def __init__(self) -> None:
+        self.waited = 100.0  # of an earlier epoch
+
+    def epoch(self, pace: Pace, waited: float, computed: float) -> None:
+        with pace.epoch():
+            time.sleep(waited + computed)
+            self.waited += waited
+
+
+def test_is_said_once_and_only_where_it_is_so(said: Callable[[], list[str]]) -> None:
+    clock = Clock()
+    pace = Pace(DistEnv(), lambda: clock.waited, "what helps: more --workers", filling=False)
+    clock.epoch(pace, 0.02, 0.28)
+    assert said() == []
+    clock.epoch(pace, 0.03, 0.0)  # too short to tell
+    assert said() == []
+    for _ in range(3):
+        clock.epoch(pace, 0.2, 0.2)
+    (line,) = said()
+    found = re.fullmatch(
+        r"the loader is what limits: (\d+)% of the epoch was spent waiting for images; what helps: more --workers", line
+    )
+    assert found and 25 <= int(found[1]) <= 50  # sleeping may take longer than asked for
+
+
+def test_an_epoch_that_fills_a_cache_tells_nothing(said: Callable[[], list[str]]) -> None:
+    clock = Clock()
+    pace = Pace(DistEnv(), lambda: clock.waited, "", filling=True)
+    clock.epoch(pace, 0.2, 0.1)
+    assert said() == []
+    clock.epoch(pace, 0.2, 0.1)
+    assert len(said()) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_waiting_is_measured(tmp_path: Path, workers: int) -> None:
+    """Batches of 0.2 s: the training process waits for each, but not where it takes longer itself."""
+    (tmp_path / "images").mkdir()
+    cv2.imwrite(str(tmp_path / "images/0.png"), np.zeros((32, 32, 3), np.uint8))
+
+    class Slow(DetectionDataset):
+        def __getitem__(self, request: SampleRequest) -> Sample:
+            time.sleep(0.2)
+            return super().__getitem__(request)
+
+    dataset = Slow(build_index([tmp_path / "images"], 1, split="train"), ImageCache(), Hyp(), 32)
+    with closing(train_loader(dataset, 1, DistEnv(), workers)) as batches:
+        next(batches)
+        time.sleep(1.5)
+        begun = batches.waited()
+        for _ in range(2):
+            next(batches)
+            time.sleep(0.5)
+        waited = batches.waited() - begun
+        assert waited < 0.1 if workers else 0.4 <= waited < 1
+        begun, start = batches.waited(), time.perf_counter()
+        for _ in range(6):
+            next(batches)
+        spent = time.perf_counter() - start
+        assert 0.9 * spent < batches.waited() - begun <= spent
+        assert spent > 0.6
