@@ -32,9 +32,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from models.detector import Detector, build_detector, check_half
+from models.detector import Detector, build_detector
 from models.families import load_model
 from utils.detection_files import DetectionFiles, annotate
+from utils.devices import check_half
 from utils.errors import Problems, UserError, run_cli
 from utils.logging import get_logger
 from utils.preflight import check_run_folder
@@ -96,7 +97,7 @@ def read_inputs(config: DetectConfig, env: DistEnv) -> tuple[list[Source], Detec
     problems = Problems()
     sources = problems.attempt(lambda: find_sources(config.source))
     problems.attempt(lambda: check_run_folder(Path(config.project, config.name), config.exist_ok))
-    problems.attempt(lambda: check_half(config, env.device))
+    problems.attempt(lambda: check_half(config.half, env.device))
     if config.view_img:
         problems.attempt(check_display)
     loaded = problems.attempt(lambda: load_model(Path(config.weights), env, "--weights"))

@@ -42,8 +42,9 @@ from utils.autobatch import automatic_batch
 from utils.callbacks import Callback, Callbacks, CheckpointSaved, check_callbacks
 from utils.checkpoint_writer import CheckpointWriter
 from utils.command import for_workers, go_on, places, say_resumed, settings
+from utils.compilation import can_compile, compile_network
 from utils.config import AUTOMATIC, config_to_dict, seconds_of
-from utils.console import EpochProgress, RunClock, duration
+from utils.console import EpochProgress, RunClock, duration, format_lines
 from utils.cuda_graph import can_capture, capture
 from utils.data_parallel import accumulating, replica_devices, replicate, wrap
 from utils.data_report import NOTHING_FOUND, REPLACED, UnreadableImages, write_report
@@ -60,9 +61,10 @@ from utils.dataloaders import (
     val_loader,
 )
 from utils.devices import to_device
+from utils.ema import ModelEMA
 from utils.errors import DivergedError, NotWrittenError, run_cli
 from utils.flags import given_flags
-from utils.header import header
+from utils.header import header, remedies
 from utils.heartbeat import Phase, beat
 from utils.inputs import read_inputs
 from utils.interrupts import BEGAN, STARTED, StopRequest, stops_end_the_process
@@ -98,12 +100,11 @@ from utils.run_state import (
 )
 from utils.seeds import seed_everything
 from utils.skips import LIMIT, LIMIT_FP16, SkipLog
-from utils.stalls import paced, watched
+from utils.stalls import Pace, watched
 from utils.steps import MAX_GRAD_NORM, BufferSnapshot, guarded_step
 from utils.sync_bn import average_statistics, convert_sync_bn
 from utils.torch_utils import (
     DistEnv,
-    ModelEMA,
     all_gather_objects,
     broadcast_object,
     check_same_weights,
@@ -172,11 +173,12 @@ def carry_out(run: Run, resumed: bool) -> Results:
 
         # 5. loop ----------------------------------------------------------------------------------------------------
         clock = RunClock(config.epochs, run.state.epoch + run.state.batch / run.schedule.batches_per_epoch)
+        pace = Pace(env, train_batches.waited, remedies(run), filling=config.cache != "off")
         batches_left = run.schedule.batches_per_epoch - run.state.batch
         step_done = stack.enter_context(profiling(config.profile, env, run.run_dir, batches_left))
         stack.enter_context(run.stop.heeded())
         while run.state.epoch < config.epochs and not run.state.stopped:
-            with paced(env):
+            with pace.epoch():
                 losses = train_epoch(run, train_batches, clock, step_done)
             say_unreadable(run, train_batches.take_unreadable())
 
@@ -259,7 +261,12 @@ def set_up(
     if sync_bn:
         convert_sync_bn(raw_model, env)
         run.buffers = BufferSnapshot(raw_model)
-    run.model = wrap(raw_model, env, run.precision, family.inputs.blank(raw_model, env.device))
+    if can_compile(config, env, sync_bn):
+        sample = family.inputs.blank(raw_model, env.device, plan.local_batch, imgsz)
+        compiled = compile_network(raw_model, sample, run.precision)
+        get_logger().info(format_lines([("compile", compiled.describe(batches_per_epoch))]))
+    blank = family.inputs.blank(raw_model, env.device)
+    run.model = wrap(raw_model, env, run.precision, blank, config.grad_compress)
     copies = replica_devices(config.dp, config.device, env)
     if copies:
         run.model = replicate(raw_model, run.precision, copies, plan.global_batch)

@@ -134,12 +134,6 @@ def fit(image: NDArray[np.uint8], imgsz: tuple[int, int], stride: int) -> Networ
     return NetworkInput(pixels, ratio, left, top)
 
 
-def check_half(config: DetectConfig, device: torch.device) -> None:
-    """Raise a UserError where half precision is wanted and the device is no CUDA GPU."""
-    if config.half and device.type != "cuda":
-        raise UserError(f"--half computes on a CUDA GPU only, not on {device.type}; leave it out")
-
-
 def build_detector(
     model: DetectionModel, family: Family, trained_at: int, config: DetectConfig, device: torch.device
 ) -> Detector:

@@ -24,9 +24,10 @@ from models.common import Conv
 from tests.common import PROJECT, as_nobody, needs_root
 from utils.checkpoint_files import NonFiniteError, checkpoint_bytes, digest_of, load_checkpoint, previous_path
 from utils.checkpoint_writer import CheckpointWriter, Outcome
+from utils.ema import ModelEMA
 from utils.errors import UserError
 from utils.seeds import rng_state
-from utils.torch_utils import ModelEMA, load_newest, save_checkpoint, strip_checkpoint
+from utils.torch_utils import load_newest, save_checkpoint, strip_checkpoint
 
 posix_only = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals and limits")
 
@@ -380,15 +381,15 @@ def test_strip(tmp_path: Path) -> None:
 def test_kill_at_any_moment(tmp_path: Path) -> None:
     """ultralytics/ultralytics#5793: an interrupted save left no file that loads.
 
-    Twenty times a process that saves 10 MB without pause is killed, at moments spread over its saves; whatever was
-    reported as saved must be there.
+    Twenty times a process that saves 10 MB without pause is killed, at moments spread over its saves, and more often on
+    a machine that is too busy for a save to come through; whatever was reported as saved must be there.
     """
     start = time.perf_counter()
     save_checkpoint(small_state(0, 1_600_000), tmp_path / "last.pt")
     duration = time.perf_counter() - start
     assert (tmp_path / "last.pt").stat().st_size > 9_000_000
     rng = random.Random(1)
-    epoch, interrupted, half_written = 0, 0, 0
+    epoch, kills, interrupted, half_written = 0, 0, 0, 0
     # one import of torch serves all kills: the parent only forks
     code = "import sys; from tests.test_checkpoint import save_in_child; save_in_child(sys.argv[1])"
     with subprocess.Popen(
@@ -401,7 +402,8 @@ def test_kill_at_any_moment(tmp_path: Path) -> None:
     ) as server:
         assert server.stdin is not None
         assert server.stdout is not None
-        for _ in range(20):
+        while kills < 20 or (epoch <= 2 and kills < 100):
+            kills += 1
             server.stdin.write(f"{epoch}\n")
             pid = int(server.stdout.readline())
             time.sleep(rng.uniform(0.0, 1.5 * duration))  # the first save has begun
@@ -417,7 +419,7 @@ def test_kill_at_any_moment(tmp_path: Path) -> None:
             half_written += bool(temporaries(tmp_path))
             epoch = state["epoch"]
         server.stdin.close()
-    assert interrupted > 10  # most kills hit a save
+    assert interrupted > kills / 2  # most kills hit a save
     assert half_written > 0
     assert epoch > 2  # some saves came through
     save_checkpoint(small_state(epoch + 1, 10), tmp_path / "last.pt")

@@ -266,7 +266,7 @@ def test_val_flags() -> None:
         ("--weights a.pt --task study", "--task study is not available yet: "),
         ("--weights a.pt --save-conf", "--save-conf adds a column to --save-txt; give that too"),
         ("--weights a.pt --task speed --save-json", "--task speed writes no files; leave --save-txt and"),
-        ("--weights a.pt --half", "--half is not available yet: "),
+        ("--weights a.pt --dnn", "--dnn is not available yet: "),
         ("--weights a.pt --name ../x", "--name ../x leads out of --project runs/val"),
     ],
 )

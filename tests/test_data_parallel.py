@@ -8,15 +8,16 @@ from torch import nn
 
 import train
 from lockstep import YOLO
-from tests.runs import flags, make_data
+from tests.runs import differences, flags, make_data, train_here
 from tests.test_val import yolov5n
 from utils import command
 from utils.config import TrainConfig
 from utils.data_parallel import replica_devices, replicate
 from utils.errors import UserError
+from utils.inputs import flags_of_all
 from utils.resume import STATE_KEYS, resume
 from utils.steps import Precision
-from utils.torch_utils import ALONE, DistEnv, save_checkpoint
+from utils.torch_utils import ALONE, DistEnv, load_checkpoint, save_checkpoint
 
 RANK = DistEnv(1, 1, 2, 2, launched=True)
 
@@ -97,3 +98,31 @@ def test_a_run(tmp_path: Path) -> None:
     data = make_data(tmp_path / "data", count=8)
     train.main(flags(data, tmp_path / "runs", "--device 0,1 --dp --epochs 1"))
     assert (tmp_path / "runs/run/weights/best.pt").exists()
+
+
+# Compressed gradients; what they are like is tested with real ranks, in tests/dist ------------------------------------
+
+
+def test_one_rank_sends_no_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--grad-compress has no effect there, and a line says so."""
+    data = make_data(tmp_path / "data", count=4)
+    for value in ("off", "bf16"):
+        train_here(*flags(data, tmp_path / "runs", f"--epochs 1 --name {value} --grad-compress {value}"))
+        said = capsys.readouterr().out
+        line = "gradients   --grad-compress bf16 has no effect: one rank sends none\n"
+        assert said.count(line) == (value == "bf16")
+    off, bf16 = (load_checkpoint(tmp_path / f"runs/{name}/weights/last.pt") for name in ("off", "bf16"))
+    assert not differences(off["model"], bf16["model"])
+
+
+def test_compression_belongs_to_the_run(tmp_path: Path) -> None:
+    """It changes results: a run goes on with its own, and all ranks have to have the same."""
+    (tmp_path / "weights").mkdir()
+    rest: dict[str, dict[str, int]] = {key: {} for key in STATE_KEYS}
+    state, config = {"epoch": 1, "stopped": False}, {"epochs": 3, "grad_compress": "bf16"}
+    save_checkpoint({**rest, "state": state, "config": config}, tmp_path / "weights/last.pt")
+    resumed, _ = resume({"resume": str(tmp_path)})
+    assert resumed.grad_compress == "bf16"
+    with pytest.raises(UserError, match=r"can't change --grad-compress off \(the run has bf16\)"):
+        resume({"resume": str(tmp_path), "grad_compress": "off"})
+    assert flags_of_all(TrainConfig(grad_compress="bf16"))["--grad-compress"] == "bf16"

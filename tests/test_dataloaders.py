@@ -279,6 +279,28 @@ def test_cached_pixels_are_the_uncached_ones(index: LabelIndex) -> None:
         cache.close()
 
 
+def test_training_images_are_decoded_as_small_as_they_may_be(tmp_path: Path) -> None:
+    """JPEG files only, and not below the training size; proportions are those of the file, also in the cache."""
+    shapes = [(101, 257), (127, 90), (513, 300), (300, 1300), (64, 64), (128, 63), (20, 159)]
+    reductions = [4, 1, 8, 8, 1, 2, 2]  # the last one has other proportions then, by a pixel
+    index = make_jpegs(tmp_path, shapes)
+    names = {1: cv2.IMREAD_COLOR, **{k: getattr(cv2, f"IMREAD_REDUCED_COLOR_{k}") for k in (2, 4, 8)}}
+    with closing(create_cache(index, 64, "ram", train=True)) as cache:
+        for i, (shape, reduction) in enumerate(zip(shapes, reductions, strict=True)):
+            small = cv2.imread(index.path(i), names[reduction])
+            assert small is not None
+            height, width = resized_shape(*shape, 64)
+            expected = cv2.resize(small, (width, height), interpolation=cv2.INTER_LINEAR)
+            for source in (OFF, cache, cache):
+                image, labels = DetectionDataset(index, source, Hyp(), 64).load(i)
+                np.testing.assert_array_equal(image, expected)
+                np.testing.assert_allclose(
+                    labels[:, 3], (index.labels(i)[:, 1] + index.labels(i)[:, 3] / 2) * width, 1e-5
+                )
+            whole = resize_longest(read_image(index.path(i)), 64, cv2.INTER_AREA)
+            np.testing.assert_array_equal(DetectionDataset(index, OFF, None, 64).load(i)[0], whole)
+
+
 def test_multi_scale_sizes() -> None:
     sizes = [batch_imgsz(0, epoch, k, 320, 32, True) for epoch in range(20) for k in range(50)]
     assert set(sizes) == set(range(160, 481, 32))

@@ -324,16 +324,16 @@ def test_no_disk_space_for_checkpoints(good: Path, cwd: Path, tiny_disk: Path) -
 
 
 def test_too_little_shared_memory(good: Path, cwd: Path) -> None:
-    """Elsewhere loader processes die with "Bus error" (ultralytics/yolov3#1151, mmdetection#1997)."""
+    """Elsewhere loader processes die with "Bus error" (ultralytics/yolov3#1151, mmdetection#1997); here it trains."""
     if (
         sys.platform != "linux"
         or subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode
     ):
         pytest.skip("no mounts of one's own here")
-    before = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$0" "$@"')
-    done = launch(str(PROJECT / "train.py"), *small(good, "--workers", 1), cwd=cwd, before=before)
-    words = ("--workers: the loader's processes need about", "MB of shared memory", "docker run --shm-size")
-    assert_clear(done, *words, left=cwd)
+    before = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$0" "$@"')
+    words = small(good, "--workers", 2, "--img", 320, "--batch", 4)  # a batch has 1.2 MB
+    done = launch(str(PROJECT / "train.py"), *words, cwd=cwd, before=before)
+    assert done.status == 0, done.err
 
 
 def test_opencv_without_its_libraries(cwd: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.common import PROJECT
 from utils import heartbeat
-from utils.heartbeat import SLOT, Beat, Phase, beat, beating, begun, collective, read_beats, waiting
+from utils.heartbeat import SLOT, Beat, Phase, alive, beat, beating, begun, collective, read_beats, waiting
 from utils.stalls import find_slowest, watched
 from utils.torch_utils import ALONE
 from utils.watchdog import (
@@ -60,6 +60,17 @@ def test_what_is_written(slots: mmap.mmap) -> None:
 def test_every_item_is_a_sign_of_life(slots: mmap.mmap) -> None:
     times = [read_beats(slots[:])[0].time for _ in beating(range(3))]
     assert len(set(times)) == 3
+
+
+def test_signs_of_life_in_one_long_call(slots: mmap.mmap) -> None:
+    """While it lasts, not after."""
+    with alive():
+        [start] = read_beats(slots[:])
+        time.sleep(1.5)
+        [later] = read_beats(slots[:])
+    time.sleep(1.2)
+    [end] = read_beats(slots[:])
+    assert start.time < later.time == end.time
 
 
 def test_whoever_leaves_is_not_watched(slots: mmap.mmap) -> None:

@@ -116,11 +116,17 @@ def test_memory_is_gone_and_disk_stays(index: LabelIndex, tmp_path: Path) -> Non
     assert names == sorted([f"{index.name}.index", f"{index.name}-40-linear.images"])
 
 
-def test_disk_cache_of_other_images_is_not_used(index: LabelIndex, tmp_path: Path) -> None:
+def test_disk_cache_of_other_images_is_not_used(
+    index: LabelIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     create(index, "disk").put(0, picture(0))
     assert create(index, "disk").get(0) is not None
     assert create(index, "disk", interpolation="area").get(0) is None
     assert create(index, "disk", [(40, 40), *SIZES[1:]]).get(0) is None
+    create(index, "disk").put(0, picture(0))
+    with monkeypatch.context() as changed:  # an older version, which decoded and resized otherwise
+        changed.setattr(image_cache, "PIXELS_VERSION", image_cache.PIXELS_VERSION - 1)
+        assert create(index, "disk").get(0) is None
     create(index, "disk").put(0, picture(0))
     image = Path(index.path(3))
     cv2.imwrite(str(image), np.full((20, 30, 3), 99, np.uint8))

@@ -292,3 +292,58 @@ def test_real_photos_are_whole() -> None:
     for path in paths:
         image = cv2.imread(str(path))
         assert image is not None and image_size(str(path)) == image.shape[:2], path
+
+
+# --- decoding at a reduced size ---
+
+
+UPRIGHT_BACK: dict[int, Callable[[Any], Any]] = {1: UPRIGHT[1], 3: UPRIGHT[3], 6: np.rot90, 7: UPRIGHT[7]}
+
+
+def block_means(image: np.ndarray, side: int) -> np.ndarray:
+    """Mean of each block of side x side pixels, of those that are there at the ends."""
+    height, width = (-(-length // side) * side for length in image.shape[:2])
+    padded = np.pad(image.astype(float), ((0, height - image.shape[0]), (0, width - image.shape[1]), (0, 0)), "edge")
+    return padded.reshape(height // side, side, width // side, side, 3).mean((1, 3))
+
+
+@pytest.mark.parametrize("reduction", [2, 4, 8])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 7])
+@pytest.mark.parametrize("gray", [False, True])
+def test_reduced_jpeg(tmp_path: Path, reduction: int, orientation: int, gray: bool) -> None:
+    picture = cv2.GaussianBlur(np.random.default_rng(0).integers(0, 256, (203, 301, 3), np.uint8), (0, 0), 6)
+    picture = cv2.normalize(picture, picture, 0, 255, cv2.NORM_MINMAX)
+    stored = picture[..., 0] if gray else picture
+    data = cv2.imencode(".jpg", stored, [cv2.IMWRITE_JPEG_QUALITY, 95])[1].tobytes()
+    path = tmp_path / "a.jpg"
+    path.write_bytes(with_exif(data, exif(orientation)))
+    whole = read_image(str(path))
+    image = read_image(str(path), (whole.shape[0], whole.shape[1]), reduction)
+    assert image.shape == (-(-whole.shape[0] // reduction), -(-whole.shape[1] // reduction), 3)
+    as_stored = cv2.imread(str(path), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
+    assert as_stored is not None and as_stored.shape == (203, 301, 3)
+    expected = UPRIGHT[orientation](block_means(as_stored, reduction)[:-1, :-1])  # the last ones are no whole blocks
+    image = UPRIGHT[orientation](UPRIGHT_BACK[orientation](image)[:-1, :-1])
+    assert image.shape == expected.shape
+    assert np.abs(image - expected).mean() < 3
+
+
+@pytest.mark.parametrize(
+    ("suffix", "kind"), [("png", np.uint8), ("png", np.uint16), ("webp", np.uint8), ("tif", np.uint8)]
+)
+def test_other_formats_are_decoded_whole(tmp_path: Path, suffix: str, kind: type) -> None:
+    path = str(tmp_path / f"a.{suffix}")
+    cv2.imwrite(path, noise(101, 131).astype(kind) * (257 if kind == np.uint16 else 1))
+    np.testing.assert_array_equal(read_image(path, (101, 131), 4), read_image(path))
+
+
+def test_reduced_jpeg_is_checked_as_a_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    path.write_bytes(jpeg())
+    for reduction in (1, 2, 8):
+        with pytest.raises(ImageError, match=r"was 131 x 100 pixels when it was checked, now 131 x 101"):
+            read_image(str(path), (100, 131), reduction)
+    path.write_bytes(jpeg()[:-40])
+    for reduction in (1, 2, 8):
+        with pytest.raises(ImageError, match=r"a\.jpg: is cut short"):
+            read_image(str(path), (101, 131), reduction)

@@ -8,12 +8,11 @@ import torch
 from models.families import YOLOV5
 from tests.runs import make_data
 from utils.config import Hyp, TrainConfig, ValConfig, find_yaml, load_yaml
-from utils.dataloaders import PREFETCH_BATCHES, choose_val_batch, loader_bytes
-from utils.errors import UserError
-from utils.image_cache import RAM_SHARE
-from utils.inputs import check_loaders, checkpoints_bytes, read_inputs, read_val_inputs
+from utils.dataloaders import choose_val_batch
+from utils.ema import ModelEMA
+from utils.inputs import checkpoints_bytes, read_inputs, read_val_inputs
 from utils.optim import build_optimizer
-from utils.torch_utils import DistEnv, ModelEMA, save_checkpoint, split_global_batch
+from utils.torch_utils import DistEnv, save_checkpoint, split_global_batch
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
@@ -32,31 +31,8 @@ def test_estimate_of_checkpoints(optimizer: str, tmp_path: Path) -> None:
     assert size < each / 14 < 1.2 * size
 
 
-def test_what_loaders_take() -> None:
-    assert loader_bytes(0, 16, 640) == 0
-    assert loader_bytes(3, 16, 640) == (3 * PREFETCH_BATCHES + 1) * 16 * 3 * 640 * 640
+def test_images_of_a_validation_batch() -> None:
     assert [choose_val_batch(wanted, batch) for wanted, batch in [(0, 16), (0, 64), (50, 16)]] == [16, 32, 50]
-
-
-def test_caches_and_loaders_share_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache takes its share first, at most as much as it needs."""
-
-    class Usage:
-        free = 10_000_000
-
-    monkeypatch.setattr("utils.image_cache.SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr("utils.image_cache.shutil.disk_usage", lambda folder: Usage)
-    monkeypatch.setattr("utils.image_cache.free_memory", lambda: 10**12)
-    needed = loader_bytes(1, 4, 256) / 1e6
-    assert 2 < needed < 5
-    check_loaders(1, [4], 256, DistEnv(), [])
-    check_loaders(1, [4], 256, DistEnv(), [10**12])
-    check_loaders(1, [4, 4], 256, DistEnv(), [10**6, 10**6])
-    left = 10 * (1 - RAM_SHARE) ** 2
-    assert left < 2 * needed
-    with pytest.raises(UserError, match=f"in .* {left:.0f} MB are left for them"):
-        check_loaders(1, [4, 4], 256, DistEnv(), [10**12, 10**12])
-    check_loaders(0, [4, 4], 256, DistEnv(), [10**12, 10**12])
 
 
 # What may be a mistake ------------------------------------------------------------------------------------------------

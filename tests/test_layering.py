@@ -13,8 +13,10 @@ ROWS = (
     ("own_packages", "utils.errors", "utils.heartbeat", "utils.inert_pickle", "utils.short_names"),
     (
         "utils.archives",
+        "utils.batch_slots",
         "utils.boxes",
         "utils.chart_style",
+        "utils.coco_metrics",
         "utils.conversion",
         "utils.data_report",
         "utils.devices",
@@ -54,6 +56,7 @@ ROWS = (
         "utils.checkpoint_writer",
         "utils.console",
         "utils.data_sets",
+        "utils.ema",
         "utils.metrics",
         "utils.optim",
         "utils.profiler",
@@ -65,6 +68,7 @@ ROWS = (
     ),
     (
         "utils.autoanchor",
+        "utils.compilation",
         "utils.cuda_graph",
         "utils.data_parallel",
         "utils.dataset",

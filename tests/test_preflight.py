@@ -7,7 +7,7 @@ import pytest
 
 from tests.common import PROJECT
 from utils.errors import UserError
-from utils.preflight import check_disk, check_run_folder, check_shared_memory
+from utils.preflight import check_disk, check_run_folder
 
 
 def test_nothing_heavy_is_imported() -> None:
@@ -70,12 +70,3 @@ def test_disk(tmp_path: Path) -> None:
         UserError, match=rf"^--project {tmp_path}/runs: the checkpoints .* need about 1,000,000,000 MB, "
     ):
         check_disk(tmp_path / "runs/exp", 10**15)
-
-
-def test_shared_memory() -> None:
-    check_shared_memory(0, 0, Path("/dev/shm"))
-    check_shared_memory(100, 100, Path("/dev/shm"))
-    with pytest.raises(
-        UserError, match=r"^--workers: .* need about 300 MB of shared memory, in /dev/shm 64 MB are left"
-    ):
-        check_shared_memory(3 * 10**8, 64 * 10**6, Path("/dev/shm"))

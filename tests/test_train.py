@@ -37,11 +37,11 @@ from utils.checkpoint_files import non_finite
 from utils.config import TrainConfig, find_yaml, load_yaml
 from utils.console import RunClock
 from utils.data_config import build_train_config
+from utils.ema import StateView
 from utils.errors import NO_PROGRESS, DivergedError, NotWrittenError, UserError, ended_by
 from utils.flags import given_flags
 from utils.resume import RESUMABLE_FLAGS, STATE_KEYS
 from utils.run_events import train_start
-from utils.run_state import StateView
 from utils.torch_utils import load_checkpoint, process_group, save_checkpoint
 
 FIGURES = ["metrics/precision", "metrics/recall", "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"]
@@ -167,6 +167,7 @@ def test_header_says_what_follows_from_the_flags(whole: Finished) -> None:
     assert header["schedule"] == (
         "3 epochs of 3 batches, SGD, learning rate 0.01 to 0.0001 (linear), warm-up 100 batches"
     )
+    assert re.fullmatch(r"(1 process|2 processes), cache ram", header["loader"])  # not more than there are cores
     assert header["precision"] in ("fp32", "bf16 autocast, fp32 weights")
     assert header["precision"].startswith({"off": "fp32"}.get(whole.last["precision"], whole.last["precision"]))
 

@@ -1,6 +1,7 @@
 """Validation as a whole: the published figures through our own path, sums over a split, mistakes."""
 
 import contextlib
+import copy
 import io
 import json
 import re
@@ -179,6 +180,32 @@ def test_losses_are_those_of_one_batch_of_the_whole_split(tmp_path: Path) -> Non
     with torch.no_grad():
         items = criterion.items(criterion.sums(model(images), matches), criterion.counts(matches))
     np.testing.assert_allclose(evaluation.losses, items, rtol=1e-5)
+
+
+def test_half_precision(tmp_path: Path) -> None:
+    """Weights and images in fp16, boxes and scores in fp32: the same detections but for rounding (2^-11 of a value)."""
+    data = load_data(make_data(tmp_path, count=1, val=3))
+    torch.manual_seed(0)
+    model = yolov5n(2, data.names).eval()
+    index = open_splits(data, ["val"])["val"]
+    found = []
+    with process_group("cpu") as env:
+        loader = val_loader(DetectionDataset(index, ImageCache(), None, 64), 3, env, 0, stride=model.max_stride)
+        for network in (model, copy.deepcopy(model).half()):
+            evaluation = val.evaluate(network, YOLOV5, loader, index, data.names, env, conf_thres=0.0, max_det=5)
+            assert evaluation is not None
+            found.append(np.stack([image.detections for image in evaluation.images]))
+    single, half = found
+    assert half.dtype == np.float32
+    assert not np.array_equal(single, half)
+    np.testing.assert_allclose(np.sort(single[..., 4]), np.sort(half[..., 4]), rtol=5e-3)
+
+
+def test_half_precision_without_a_gpu(tmp_path: Path) -> None:
+    data = make_data(tmp_path / "data", count=1, val=2)
+    weights = saved(tmp_path / "two.pt", yolov5n(2, ["blue", "red"]), imgsz=64)
+    with pytest.raises(UserError, match=r"^--half computes on a CUDA GPU only, not on cpu; leave it out$"):
+        run(ValConfig(weights=str(weights), data=str(data), workers=0, device="cpu", half=True))
 
 
 def test_mistakes(tmp_path: Path) -> None:

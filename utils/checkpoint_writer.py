@@ -49,7 +49,8 @@ class CheckpointWriter:
 
     def __init__(self) -> None:
         self.failed = False
-        self._copy: dict[str, Any] = {}  # of the state; its memory serves the next write again
+        self._copy: dict[str, Any] = {}
+        self._copies = StateCopies()
         self._owed: tuple[dict[str, Any], Outcome] | None = None  # best weights that the disk did not take, as best.pt
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint writer")  # to start one for each write takes longer
         self._writing: futures.Future[None] | None = None
@@ -68,8 +69,8 @@ class CheckpointWriter:
         """
         self.wait()
         if self._owed is not None and self._owed[0] is self._copy:
-            self._copy = {}
-        self._copy = copy_state(state, self._copy)
+            self._copies.keep()
+        self._copy = self._copies.take(state)
         self._writing = self._thread.submit(self._work, self._copy, goal, best)
 
     def _work(self, state: dict[str, Any], goal: Outcome, best: Path) -> None:
@@ -139,34 +140,44 @@ class CheckpointWriter:
         self._thread.shutdown()
 
 
-def copy_state(state: Any, old: Any) -> Any:
-    """Copy nested dicts, lists and tuples and the tensors in them, to the CPU.
+class StateCopies:
+    """Copies of a state on the CPU, each in the memory of the one before.
 
-    Args:
-        state: what is copied.
-        old: an earlier copy that is not needed any more; its tensors are filled anew where they fit.
+    Tensors are told apart by identity, which is much faster than a comparison of what they look like: those of a run
+    are the same ones from save to save.
     """
-    sources: list[Tensor] = []
-    targets: list[Tensor] = []
-    copied = _copied(state, old, sources, targets)
-    if targets:
-        with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
-    return copied
 
+    def __init__(self) -> None:
+        self._pairs: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # by the id of the original, which it keeps from being reused
 
-def _copied(value: Any, old: Any, sources: list[Tensor], targets: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        if isinstance(old, Tensor) and old.dtype is value.dtype and old.is_same_size(value):
-            sources.append(value)
-            targets.append(old)
-            return old
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, (dict, Mapping)):  # the first is much faster to ask for
-        olds = old if isinstance(old, dict) else {}
-        return {key: _copied(item, olds.get(key), sources, targets) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        befores = old if isinstance(old, (list, tuple)) and len(old) == len(value) else [None] * len(value)
-        items = [_copied(item, before, sources, targets) for item, before in zip(value, befores, strict=True)]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+    def take(self, state: Any) -> Any:
+        """Copy nested dicts, lists and tuples and the tensors in them; the copy before is overwritten.
+
+        What stands in a state twice stands twice in its copy.
+        """
+        before, self._pairs = self._pairs, {}
+        copied = self._copied(state, before)
+        pairs = self._pairs.values()
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
+        return copied
+
+    def keep(self) -> None:
+        """Leave the copy that was taken last alone from here on; the next one gets new memory."""
+        self._pairs = {}
+
+    def _copied(self, value: Any, before: Mapping[int, tuple[Tensor, Tensor]]) -> Any:
+        if isinstance(value, Tensor):
+            name = id(value)
+            pair = self._pairs.get(name) or before.get(name) or (value, torch.empty_like(value, device="cpu"))
+            self._pairs[name] = pair
+            return pair[1]
+        if isinstance(value, (dict, Mapping)):  # the first is much faster to ask for
+            return {key: self._copied(item, before) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            items = [self._copied(item, before) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        return value

@@ -51,7 +51,6 @@ TRAIN_NOT_YET = {
 VAL_NOT_YET = {
     "--task study": "validation reports figures of a split so far; use --task train, val, test or speed",
     "--save-hybrid": "detections are scored, not written, so far",
-    "--half": "networks are measured in full precision so far",
     "--dnn": "only PyTorch checkpoints are read so far",
 }
 DETECT_NOT_YET = {
@@ -172,6 +171,9 @@ class TrainConfig:
     sync_bn: bool | None = flag(
         None, "device", "BatchNorm over the images of all ranks; automatic = as the network family has it (YOLOv5: yes)"
     )
+    grad_compress: str = flag(
+        "off", "device", "send gradients from rank to rank rounded to bf16: half the bytes", choices=("off", "bf16")
+    )
     dist_timeout: int = flag(10_800, "device", "seconds that a rank waits for the others", low=1)
     stall_warning: float = flag(
         60.0, "device", "say which rank is stuck after so many seconds without progress; 0 = never", low=0
@@ -182,6 +184,9 @@ class TrainConfig:
     max_restarts: int = flag(0, "device", "go on by itself after a process died, so many times", low=0)
     amp: str = flag("auto", "device", "precision of the forward pass", choices=("auto", "bf16", "fp16", "off"))
     deterministic: bool | None = flag(None, "device", "bit-identical repeats; automatic = on the CPU")
+    compile: bool = flag(
+        False, "device", "compile the network by torch.compile; says what that takes and when it has paid off"
+    )
     cuda_graph: bool = flag(
         False, "device", "run forward and backward pass as one CUDA graph; one CUDA device, images of one size"
     )
@@ -238,6 +243,7 @@ class ValConfig:
     augment: bool = flag(
         False, "scoring", "look at each image three times: as it is, smaller and flipped, smaller still"
     )
+    coco_metrics: bool = flag(False, "scoring", "also score by COCO's rules, as papers do")
     verbose: bool = flag(False, "scoring", "one line per class, however many there are")
 
     device: str = flag(
@@ -245,6 +251,7 @@ class ValConfig:
         "device",
         "cpu, mps, a GPU as 0 or cuda:0, '' for the best one; several, as 0,1 or all or cpu,cpu, get a process each",
     )
+    half: bool = flag(False, "device", "compute in half precision (fp16); on a CUDA GPU only")
     dist_timeout: int = flag(10_800, "device", "seconds that a rank waits for the others", low=1)
 
     save_txt: bool = flag(False, "output", "write labels/NAME.txt with the detections of each image")
@@ -468,6 +475,8 @@ def _check_val(config: ValConfig, problems: Problems) -> None:
         problems.add("--save-conf adds a column to --save-txt; give that too (--save-json has confidences anyway)")
     if config.task == "speed" and (config.save_txt or config.save_json):
         problems.add("--task speed writes no files; leave --save-txt and --save-json out, or use another --task")
+    if config.task == "speed" and config.coco_metrics:
+        problems.add("--task speed scores nothing; leave --coco-metrics out, or use another --task")
 
 
 def _check_detect(config: DetectConfig, problems: Problems) -> None:

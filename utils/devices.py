@@ -60,6 +60,12 @@ def as_typed(flag: str | int | Sequence[str | int]) -> str:
     return flag if isinstance(flag, str) else str(flag) if isinstance(flag, int) else ",".join(map(str, flag))
 
 
+def check_half(half: bool, device: torch.device) -> None:
+    """Raise a UserError where half precision is wanted and the device is no CUDA GPU."""
+    if half and device.type != "cuda":
+        raise UserError(f"--half computes on a CUDA GPU only, not on {device.type}; leave it out")
+
+
 def memory_usage(device: torch.device) -> float:
     """Return the GB (1e9 bytes) this process holds: reserved on a GPU, resident on the CPU, 0 where that is unknown."""
     if device.type == "cuda":

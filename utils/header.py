@@ -1,11 +1,13 @@
 """What a run says before it starts: everything that follows from its flags."""
 
+import sys
 from pathlib import Path
 
 import torch
 
 from models.yolo import count_flops
 from utils.console import format_lines, machine
+from utils.dataloaders import choose_num_workers
 from utils.run_folder import lockstep_version
 from utils.run_state import Run
 from utils.torch_utils import backend
@@ -50,6 +52,7 @@ def header(run: Run) -> str:
             f"warm-up {schedule.warmup} batches",
         ),
         *ranks(run),
+        ("loader", loader(run)),
         ("recipe", f"{Path(config.hyp).name}" + (f"; defaults of {run.data.path.name}: {own}" if own else "")),
         ("precision", {"off": "fp32"}.get(run.precision.name, f"{run.precision.name} autocast, fp32 weights")),
     ]
@@ -66,4 +69,27 @@ def ranks(run: Run) -> list[tuple[str, str]]:
     machines = -(-env.world_size // env.local_world_size)
     where = "this machine" if machines == 1 else f"{machines} machines"
     norm = "BatchNorm over the global batch (SyncBN)" if run.sync_bn else "BatchNorm over each rank's own images"
-    return [("ranks", f"{env.world_size} on {where}, joined by {backend(env)}; {norm}")]
+    sent = "; gradients are sent in bf16" if run.config.grad_compress == "bf16" else ""
+    return [("ranks", f"{env.world_size} on {where}, joined by {backend(env)}; {norm}{sent}")]
+
+
+def loader(run: Run) -> str:
+    """Say how many processes load images for a rank, and what they keep."""
+    workers = loader_processes(run, run.config.workers)
+    rank = " for each rank" if run.env.world_size > 1 else ""
+    processes = f"{workers} process{'es' if workers > 1 else ''}{rank}" if workers else "in the training process"
+    return f"{processes}, cache {run.config.cache}"
+
+
+def remedies(run: Run) -> str:
+    """Say what makes images come faster, by what is possible still."""
+    workers = loader_processes(run, run.config.workers)
+    found = [f"more --workers (now {workers})"] if loader_processes(run, sys.maxsize) > workers else []
+    found += ["--cache ram"] if run.config.cache == "off" else []
+    found += ["a smaller --img"]
+    return "what helps: " + ", ".join(found[:-1]) + (" or " if len(found) > 1 else "") + found[-1]
+
+
+def loader_processes(run: Run, limit: int) -> int:
+    """Return how many processes load training images for this rank."""
+    return choose_num_workers(limit, run.env.local_world_size, run.plan.local_batch)

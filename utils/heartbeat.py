@@ -1,7 +1,7 @@
 """Signs of life: what this process does at the moment, written where `utils.watchdog` reads it from outside.
 
-The code of each phase writes them itself. A thread would go on to write while the main thread is stuck. Until a run has
-a watchdog they go to memory that nobody reads.
+The code of each phase writes them itself. A thread would go on to write while the main thread is stuck (`alive` is for
+the one call that can't do otherwise). Until a run has a watchdog they go to memory that nobody reads.
 
 Imports the standard library only: the watchdog is a small process.
 """
@@ -11,7 +11,9 @@ import os
 import struct
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
+from threading import Event, Thread
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -141,6 +143,27 @@ def beating(items: Iterable[T]) -> Iterator[T]:
     for item in items:
         own.write()
         yield item
+
+
+@contextmanager
+def alive() -> Iterator[None]:
+    """Context of one call that takes long and gives no sign of life itself: a thread gives one every second.
+
+    A call that never returns is not noticed then.
+    """
+    done = Event()
+
+    def write() -> None:
+        while not done.wait(1.0):
+            own.write()
+
+    thread = Thread(target=write, name="signs of life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 class _Inside:

@@ -9,27 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from models.families import Family, family_of, load_model, load_weights
 from models.memory import check_batch
 from models.start import check_imgsz, fit_imgsz, freeze, network_spec, start_from, with_anchor_count
 from models.yolo import DetectionModel, load_state
-from utils import augmentations
 from utils.callbacks import Callback
 from utils.checkpoint_files import checkpoint_bytes
+from utils.compilation import check_compiler
 from utils.config import ROOT, Hyp, TrainConfig, ValConfig, build_config, config_to_dict, load_hyp
 from utils.data_config import DataConfig, is_fetched, load_data
 from utils.data_parallel import replica_devices
-from utils.dataloaders import choose_num_workers, choose_val_batch, loader_bytes, max_imgsz
+from utils.dataloaders import max_imgsz
 from utils.dataset import LabelIndex, check_same_data, open_splits
+from utils.devices import check_half
 from utils.errors import Problems, UserError
 from utils.heartbeat import Phase, beat
-from utils.image_cache import SHARED_MEMORY, shared_memory_beside
 from utils.loggers import loggers_from_names
 from utils.logging import get_logger
-from utils.preflight import check_disk, check_run_folder, check_shared_memory
+from utils.preflight import check_disk, check_run_folder
 from utils.steps import Precision, choose_precision
 from utils.torch_utils import (
     BatchPlan,
@@ -236,7 +235,7 @@ def read_labels(
 
 
 def check_machine(config: TrainConfig, inputs: TrainInputs, env: DistEnv, run_dir: Path, problems: Problems) -> None:
-    """Check memory, disk and shared memory for a run whose other inputs are right."""
+    """Check memory and disk for a run whose other inputs are right."""
     raw_model, plan, imgsz = inputs.raw_model, inputs.plan, inputs.imgsz
     largest = max_imgsz(imgsz, raw_model.max_stride, config.multi_scale)
     copies = max(len(replica_devices(config.dp, config.device, env)), 1)
@@ -246,18 +245,8 @@ def check_machine(config: TrainConfig, inputs: TrainInputs, env: DistEnv, run_di
     there = sum(path.stat().st_size for path in replaced)
     if env.is_main_process:
         problems.attempt(lambda: check_disk(run_dir, checkpoints_bytes(raw_model, config) - there))
-    images = [augmentations.resized_shapes(index.shapes, imgsz) for index in (inputs.train_index, inputs.val_index)]
-    caches = [int(shapes.astype(np.int64).prod(1).sum()) * 3 for shapes in images] if config.cache == "ram" else []
-    batches = (plan.local_batch, choose_val_batch(config.val_batch, plan.global_batch))
-    problems.attempt(lambda: check_loaders(config.workers, batches, imgsz, env, caches))
-
-
-def check_loaders(workers: int, batches: Sequence[int], imgsz: int, env: DistEnv, caches: Sequence[int] = ()) -> None:
-    """Check that loaders of these batch sizes have room for their batches beside image caches of these sizes."""
-    needed = 0
-    for batch in batches:
-        needed += loader_bytes(choose_num_workers(workers, env.local_world_size, batch), batch, imgsz)
-    check_shared_memory(needed * env.local_world_size, shared_memory_beside(caches), SHARED_MEMORY)
+    if config.compile:
+        problems.attempt(lambda: check_compiler(env.device))
 
 
 def checkpoints_bytes(raw_model: DetectionModel, config: TrainConfig) -> int:
@@ -290,6 +279,7 @@ def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
     run_dir = Path(config.project, config.name)
     if env.is_main_process:
         problems.attempt(lambda: check_run_folder(run_dir, config.exist_ok))
+    problems.attempt(lambda: check_half(config.half, env.device))
     allowed = config.allow_download_script
     data = problems.attempt(lambda: load_data(config.data, config.single_cls, allowed))
     loaded = problems.attempt(lambda: load_model(Path(config.weights), env, "--weights"))
@@ -306,7 +296,6 @@ def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
     check_same_data(indexes, env)
     assert data is not None
     imgsz = fit_imgsz(config.imgsz or trained_at, model)
-    check_loaders(config.workers, [config.batch_size], imgsz, env)
     for doubt in data.doubts:
         get_logger().warning(doubt)
     return ValInputs(data, model, family, imgsz, indexes[config.split])

@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from models.detector import Detector, build_detector, check_half
+from models.detector import Detector, build_detector
 from models.families import Family
 from models.yolo import DetectionModel
 from utils.boxes import xyxy_to_cxcywh
 from utils.config import DetectConfig, build_config
 from utils.detection_files import annotate, crop, write_image
+from utils.devices import check_half
 from utils.errors import Problems, UserError, nearest
 from utils.flags import given_keywords
 from utils.sources import Frame, Source, find_sources, in_batches, open_streams, read_files, read_streams
@@ -215,7 +216,7 @@ def predict(
             entry can be read, or a stream gives no picture.
     """
     problems = Problems()
-    problems.attempt(lambda: check_half(config, device))
+    problems.attempt(lambda: check_half(config.half, device))
     detector = problems.attempt(lambda: build_detector(model, family, trained_at, config, device))
     streams, files = _look_at(source, config.vid_stride, problems)
     if streams and not stream:

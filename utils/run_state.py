@@ -20,6 +20,7 @@ from utils.data_config import DataConfig
 from utils.data_report import UnreadableImages
 from utils.dataloaders import choose_val_batch
 from utils.dataset import LabelIndex
+from utils.ema import ModelEMA, StateView
 from utils.errors import RESUMABLE, Stopped, UserError
 from utils.heartbeat import Phase, beat, waiting
 from utils.interrupts import StopRequest, ignore_from_here
@@ -31,7 +32,7 @@ from utils.run_folder import has_checkpoint, how_to_go_on, versions, write_resum
 from utils.seeds import rng_state, set_rng_state
 from utils.skips import SkipLog
 from utils.steps import BufferSnapshot, Precision
-from utils.torch_utils import BatchPlan, DistEnv, ModelEMA, all_gather_rows, all_reduce_sum, barrier
+from utils.torch_utils import BatchPlan, DistEnv, all_gather_rows, all_reduce_sum, barrier
 
 VOTES = 3  # of a rank at the end of a window: to stop, to save, and where it is; see `votes`
 SAVE_EVERY = 900.0  # seconds between two checkpoints at most
@@ -150,8 +151,7 @@ class Run:
     state: TrainState
     unreadable: UnreadableImages
     proven: tuple[float, int] = (-1.0, 0)  # best_fitness and best_epoch as of best.pt
-    weights: "StateView | None" = None  # what checkpoints take of the two networks; made by the first one
-    averages: "StateView | None" = None
+    weights: StateView | None = None  # what checkpoints take of the network; made by the first one
     just_saved: bool = False  # at the end of the window before; the same on all ranks
     saved_at: float = field(default_factory=time.monotonic)  # when a checkpoint was last taken
 
@@ -271,37 +271,14 @@ def _norm_buffers(run: Run) -> list[Tensor]:
     ]
 
 
-class StateView:
-    """The state dict of a network whose modules stay as they are, without the walk through them.
-
-    That takes longer than it does to copy the weights of a small network.
-
-    Args:
-        model: with its final modules; what their parameters and buffers are is looked up each time.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._places: list[tuple[str, dict[str, Any], str]] = [
-            (f"{prefix}.{key}" if prefix else key, holder, key)
-            for prefix, module in model.named_modules(remove_duplicate=False)
-            for holder in (module._parameters, module._buffers)
-            for key, tensor in holder.items()
-            if tensor is not None and key not in module._non_persistent_buffers_set
-        ]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers themselves."""
-        return {name: holder[key] for name, holder, key in self._places}
-
-
 def run_state(run: Run) -> dict[str, Any]:
     """Return everything that moves, and what it takes to build the run again; the format of our checkpoints."""
-    if run.weights is None or run.averages is None:
-        run.weights, run.averages = StateView(run.raw_model), StateView(run.ema.module)
+    if run.weights is None:
+        run.weights = StateView(run.raw_model)
     return {
         "state": dataclasses.asdict(run.state),
         "model": run.weights.tensors(),
-        "ema": {"module": run.averages.tensors(), "updates": run.ema.updates, "skipped": int(run.ema.skipped)},
+        "ema": run.ema.state_dict(),
         "optimizer": run.optimizer.state_dict(),
         "scaler": run.scaler.state_dict(),
         "meters": None,  # of each rank, in the middle of an epoch

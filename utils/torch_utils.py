@@ -1,9 +1,7 @@
-"""Ranks and what passes between them, the global batch, EMA and checkpoints: what a run needs from torch itself."""
+"""Ranks and what passes between them, the global batch and checkpoints: what a run needs from torch itself."""
 
-import copy
 import gc
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from threading import Timer
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group, which its default arguments would hold for good
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.rendezvous import rendezvous
 
 from utils.checkpoint_files import check_finite, load_checkpoint, previous_path, write_checkpoint
@@ -28,7 +27,6 @@ from utils.network import interface_towards, ipv4_addresses
 from utils.slurm import SlurmPlace, slurm_place
 
 T = TypeVar("T")
-M = TypeVar("M", bound=nn.Module)
 
 # Ranks ----------------------------------------------------------------------------------------------------------------
 
@@ -330,6 +328,21 @@ def all_gather_rows(tensor: Tensor, env: DistEnv) -> Tensor:
     return rows
 
 
+def average_in_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients over ranks in bf16, which halves the bytes: a hook of DDP.
+
+    PyTorch's `bf16_compress_hook`, which DDP refuses by its name where PyTorch is built without CUDA; Gloo adds bf16 as
+    well. Each rank rounds its gradients and divides them by the number of ranks, then they are added up, in bf16 too:
+    the mean is off by 2^-8 of the summands at most for each time it is rounded, the same on all ranks. Division before
+    the sum keeps fp16 in its range; bf16 has the range of fp32, where nothing overflows and half of a value is exact.
+
+    Args:
+        group: None for all ranks.
+        bucket: of gradients; the mean takes their place.
+    """
+    return bf16_compress_hook(group, bucket)  # type: ignore[arg-type]  # torch takes None, and says otherwise
+
+
 @torch.no_grad()
 def check_same_weights(model: nn.Module, env: DistEnv, when: str) -> None:
     """Check that all ranks have the same parameters, to the bit. Collective: every rank must call it.
@@ -481,88 +494,6 @@ def share_problems(problems: Problems, env: DistEnv) -> None:
         for message in messages:
             problems.add(message)
     problems.raise_if_any()
-
-
-# EMA ------------------------------------------------------------------------------------------------------------------
-
-
-def foreach_lerp(tensors: list[Tensor], ends: list[Tensor], weight: float | Tensor) -> None:
-    """Move tensors toward others in place; weight 0 leaves them, 1 takes the others.
-
-    Torch has no fused kernel for a weight () that is on the device; three of them and a copy of the tensors stand in.
-    """
-    if isinstance(weight, float):
-        torch._foreach_lerp_(tensors, ends, weight)
-        return
-    change = torch._foreach_sub(ends, tensors)
-    torch._foreach_mul_(change, weight)
-    torch._foreach_add_(tensors, change)
-
-
-class ModelEMA(Generic[M]):
-    """Exponential moving average of everything in a model's state dict, BatchNorm statistics included.
-
-    After update t an entry is d e + (1 - d) m with d(t) = decay (1 - exp(-t / tau)): short memory first, long later.
-    Entries that are not floating (counters) are copied.
-
-    Attributes:
-        module: the averaged copy, in eval mode, without gradients.
-        updates: t, every call of `update` counted, on the host. Skipped ones count too, so that the host need not ask
-            the device; they are rare, and d hardly differs.
-        skipped: how many of them were skipped, () float32 on the device.
-
-    Args:
-        raw_model: on its final device and in its final memory format.
-        decay: what d tends to.
-        tau: updates after which d has reached 63 % of that.
-        buffers_only: follow the buffers and leave the weights, for ranks other than 0: theirs come with `broadcast`.
-    """
-
-    def __init__(self, raw_model: M, decay: float = 0.9999, tau: float = 2000.0, *, buffers_only: bool = False) -> None:
-        self.module: M = copy.deepcopy(raw_model).eval().requires_grad_(False)
-        self.decay, self.tau = decay, tau
-        self.updates = 0
-        state = self.module.state_dict()
-        distinct = {tensor.data_ptr(): name for name, tensor in state.items()}  # tied ones once
-        if buffers_only:
-            buffers = dict(self.module.named_buffers())
-            distinct = {place: name for place, name in distinct.items() if name in buffers}
-        self.floating = [name for name in distinct.values() if state[name].is_floating_point()]
-        self.counters = [name for name in distinct.values() if name not in set(self.floating)]
-        self.skipped = torch.zeros((), device=next(raw_model.parameters()).device)
-
-    @torch.no_grad()
-    def update(self, raw_model: nn.Module, found_inf: Tensor | None = None) -> None:
-        """Move toward the model after an optimizer step; the host does not wait.
-
-        Args:
-            raw_model: as after the step; if the step was skipped, with its buffers restored.
-            found_inf: () 1 leaves the average as it was.
-        """
-        self.updates += 1
-        source, target = raw_model.state_dict(), self.module.state_dict()
-        weight: float | Tensor = 1.0 - self.decay * (1.0 - math.exp(-self.updates / self.tau))
-        if found_inf is not None:
-            self.skipped += found_inf
-            weight = weight * (1.0 - found_inf)
-            weight = weight.item() if found_inf.device.type == "cpu" else weight  # on the CPU there is no wait
-        foreach_lerp([target[name] for name in self.floating], [source[name] for name in self.floating], weight)
-        if self.counters:
-            torch._foreach_copy_([target[name] for name in self.counters], [source[name] for name in self.counters])
-
-    def broadcast(self, env: DistEnv) -> None:
-        """Give rank 0's average to all ranks' copies. Collective: every rank must call it."""
-        broadcast_tensors(list(self.module.state_dict().values()), env)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything that moves."""
-        return {"module": self.module.state_dict(), "updates": self.updates, "skipped": int(self.skipped)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self.module.load_state_dict(state["module"])
-        self.updates = state["updates"]
-        self.skipped.fill_(state["skipped"])
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from utils.torch_utils import DistEnv, process_group
 NEXT = "a batch is asked for"
 COLLECTIVES = "gloo:"
 READ = "aten::_local_scalar_dense"
+SIZES = {"double": 8, "long int": 8, "long long": 8, "float": 4, "c10::BFloat16": 2}  # bytes of a number, by C++ type
 
 
 @dataclass
@@ -47,11 +48,13 @@ class MicroBatch:
     Attributes:
         step: optimizer steps before it.
         calls: collectives in the order of their start: kind, and numbers that this rank gave.
+        sent: bytes of these numbers, for each collective.
         reads: numbers that the host took out of tensors.
     """
 
     step: int
     calls: list[tuple[str, int]] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
     reads: int = 0
 
 
@@ -91,9 +94,7 @@ def run_counted(lines: list[list[str]], nproc: int, epoch: int, folder: Path, ti
 
 
 def _counted(fields: dict[str, Any]) -> Counted:
-    batches = [
-        MicroBatch(b["step"], [(kind, size) for kind, size in b["calls"]], b["reads"]) for b in fields["batches"]
-    ]
+    batches = [MicroBatch(**{**b, "calls": [(kind, size) for kind, size in b["calls"]]}) for b in fields["batches"]]
     return Counted(**{**fields, "batches": batches})
 
 
@@ -159,7 +160,9 @@ def micro_batches(profiler: profile, steps: list[int]) -> list[MicroBatch]:
         elif name == READ:
             found[-1].reads += 1
         else:
-            found[-1].calls.append((name.removeprefix(COLLECTIVES), prod(event.shapes()[0])))
+            size = prod(event.shapes()[0])
+            found[-1].calls.append((name.removeprefix(COLLECTIVES), size))
+            found[-1].sent.append(size * SIZES[event.dtypes()[0]])
     return found
 
 

@@ -17,19 +17,25 @@ LOG_POINTS = (9, 10)  # every tenth batch and the last one
 EPOCH = 40  # past the warm-up, which starts with a step at every batch
 COUNTS = ("all_reduce", 9 + 3)  # of each loss and level; and whether to stop, to save, and where each rank is
 LOSSES = ("all_reduce", 4)  # 3 losses and their weight
+COUNT_BYTES, LOSS_BYTES = 8, 8  # of a number
 
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Counted]]:
-    """What each rank saw, with SyncBN off and on."""
+    """What each rank saw, with SyncBN off and on, and off with compressed gradients."""
     folder = tmp_path_factory.mktemp("counts")
     lines = []
-    for more, images in (("--no-sync-bn", IMAGES), ("--sync-bn", FEWER_IMAGES)):
-        data = make_data(folder / f"data{images}", images)
+    all_data = {images: make_data(folder / f"data{images}", images) for images in (IMAGES, FEWER_IMAGES)}
+    kinds = {
+        "off": ("--no-sync-bn", IMAGES),
+        "on": ("--sync-bn", FEWER_IMAGES),
+        "compressed": ("--no-sync-bn --grad-compress bf16", FEWER_IMAGES),
+    }
+    for more, images in kinds.values():
+        data = all_data[images]
         batches = f"--batch {BATCH} --nbs {BATCH * ACCUMULATE} --epochs {EPOCH + 2}"
         lines.append(flags(data, folder / "runs", f"{batches} {more}"))
-    off, on = run_counted(lines, RANKS, EPOCH, folder, timeout=480)
-    return {"off": off, "on": on}
+    return dict(zip(kinds, run_counted(lines, RANKS, EPOCH, folder, timeout=480), strict=True))
 
 
 def stepped(rank: Counted) -> list[bool]:
@@ -56,6 +62,26 @@ def test_collectives_of_a_micro_batch(counted: dict[str, list[Counted]]) -> None
             expected = [COUNTS] + [("all_reduce", size) for size in rank.buckets] * step
             expected += [LOSSES] * (k in LOG_POINTS) + [LOSSES] * (k == BATCHES - 1)  # the epoch's own, after the last
             assert batch.calls == expected, k
+
+
+@pytest.mark.parametrize(("kind", "gradient_bytes"), [("off", 4), ("compressed", 2)])
+def test_bytes_of_a_window(counted: dict[str, list[Counted]], kind: str, gradient_bytes: int) -> None:
+    """Once the gradients, in 4 bytes a number or 2, and for each micro-batch the counts; nothing else but losses."""
+    for rank in counted[kind]:
+        batches = len(rank.batches)
+        for k, (batch, step) in enumerate(zip(rank.batches, stepped(rank), strict=True)):
+            looks = ((k + 1) % 10 == 0 or k == batches - 1) + (k == batches - 1)
+            small = COUNTS[1] * COUNT_BYTES + looks * LOSSES[1] * LOSS_BYTES
+            assert sum(batch.sent) == small + step * gradient_bytes * rank.parameters, k
+            of_gradients = [sent for sent, call in zip(batch.sent, batch.calls, strict=True) if call[1] in rank.buckets]
+            assert of_gradients == [gradient_bytes * size for size in rank.buckets] * step
+
+
+def test_buckets_are_small(counted: dict[str, list[Counted]]) -> None:
+    """Most gradients are on their way before the backward pass is over: no bucket has much more than 4 MiB."""
+    for rank in counted["off"]:
+        assert rank.parameters * 4 > 2**22
+        assert max(rank.buckets) * 4 < 1.25 * 2**22
 
 
 def test_counts_are_summed_while_the_network_runs(counted: dict[str, list[Counted]]) -> None:

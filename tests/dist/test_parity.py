@@ -103,7 +103,9 @@ class Lab:
             cases += [self.case("tiny", ranks, self.tiny, "--epochs", 2, dtype="float64")]
             cases += [self.case("tiny_rect", ranks, self.tiny, "--epochs", 2, "--rect", dtype="float64")]
         if ranks == 2:
-            cases += [self.case("no_sync_bn", ranks, self.few, "--epochs", 2, "--no-sync-bn"), self.stopped(ranks)]
+            two = ["--epochs", 2, "--no-sync-bn"]
+            cases += [self.case("no_sync_bn", ranks, self.few, *two), self.stopped(ranks)]
+            cases += [self.case("compressed", ranks, self.few, *two, "--grad-compress", "bf16", stop_epoch=1)]
         if ranks == 3:
             cases += [self.whole(ranks), self.stopped(ranks), self.resumed(ranks)]
         return cases
@@ -300,6 +302,20 @@ def test_without_sync_bn(lab: Lab) -> None:
             assert torch.equal(after[0], after[1])
             torch.testing.assert_close(after[0], (own[0] + own[1]) / 2, rtol=1e-6, atol=1e-7)
     assert found[0].all_weights == found[1].all_weights
+    assert all(record.finite for record in found)
+
+
+# Compressed gradients -------------------------------------------------------------------------------------------------
+
+
+def test_compressed_gradients(lab: Lab) -> None:
+    """Rounded to 8 significant bits, no less and no more; all ranks have the same, so their weights stay the same."""
+    found, plain = lab.run(2, "compressed"), lab.run(2, "no_sync_bn")
+    apart = deviation(found[0].gradient, plain[0].gradient)
+    print(f"compressed: gradients are {apart:.1e} apart")
+    assert 2**-12 < apart < 2**-8
+    assert found[0].all_gradients == found[1].all_gradients != plain[0].all_gradients
+    assert found[0].all_weights == found[1].all_weights != plain[0].all_weights
     assert all(record.finite for record in found)
 
 
