@@ -150,7 +150,7 @@ class StateCopies:
     def __init__(self) -> None:
         self._pairs: dict[
             int, tuple[Tensor, Tensor]
-        ] = {}  # by the id of the original, which it keeps from being reused
+        ] = {}  # by id of the original
 
     def take(self, state: Any) -> Any:
         """Copy nested dicts, lists and tuples and the tensors in them; the copy before is overwritten.
