@@ -79,6 +79,7 @@ from utils.restarts import begin_life, find_own_run, this_life
 from utils.resume import check_ranks, resume
 from utils.run_events import epoch_end, train_end, train_start
 from utils.run_folder import (
+    check_claim,
     claim,
     claims_released,
     create_run_dir,
@@ -244,7 +245,7 @@ def set_up(
         meter=DeviceMeter(len(LOSSES), env.device),
         plots=Plots(run_dir, data.names, enabled=env.is_main_process and not config.noplots),
         callbacks=Callbacks([*inputs.loggers, *callbacks] if env.is_main_process else []),
-        writer=CheckpointWriter(),
+        writer=CheckpointWriter(functools.partial(check_claim, run_dir)),
         ballot=Ballot(env),
         skips=SkipLog(env.device),
         stop=StopRequest(seconds_of(config.time_limit)),

@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,8 +250,21 @@ def check_finite(state: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def write_checkpoint(state: Mapping[str, Any], path: Path, also: Sequence[Path], keep_previous: bool) -> None:
+def write_checkpoint(
+    state: Mapping[str, Any],
+    path: Path,
+    also: Sequence[Path],
+    keep_previous: bool,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Write a checkpoint and swap it in; see `utils.torch_utils.save_checkpoint`, which checks the state before.
+
+    Args:
+        state: see there.
+        path: see there.
+        also: see there.
+        keep_previous: see there.
+        check: called when the file is whole; what it raises keeps it from taking its place.
 
     Raises:
         OSError: the disk is full or broken; the files that were there are as they were.
@@ -264,6 +277,7 @@ def write_checkpoint(state: Mapping[str, Any], path: Path, also: Sequence[Path],
     temporary = temporary_path(path)
     try:
         write_synced(content, temporary)
+        check()
         if keep_previous and path.exists():
             place(path, previous_path(path))
         for copy_path in also:

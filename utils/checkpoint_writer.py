@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from utils.checkpoint_files import NonFiniteError, check_finite, write_checkpoint
+from utils.errors import NotWrittenError
 from utils.heartbeat import Phase, beat, beating
 from utils.logging import get_logger
 
@@ -45,10 +46,14 @@ class CheckpointWriter:
 
     Attributes:
         failed: whether the last write came to nothing: the disk did not take it, or weights were not finite.
+
+    Args:
+        check: called when a file is whole and about to take its place; what it raises keeps it from that, and comes
+            out of the next call here.
     """
 
-    def __init__(self) -> None:
-        self.failed = False
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        self.failed, self._check = False, check
         self._copy: dict[str, Any] = {}
         self._copies = StateCopies()
         self._owed: tuple[dict[str, Any], Outcome] | None = None  # best weights that the disk did not take, as best.pt
@@ -81,9 +86,12 @@ class CheckpointWriter:
                 self._owed = None  # better ones take their place
             self._pay()
             if finite:
-                write_checkpoint(state, goal.path, goal.also, keep_previous=True)
+                write_checkpoint(state, goal.path, goal.also, keep_previous=True, check=self._check)
                 self.failed = False
             self._outcomes.append(replace(goal, written=finite))
+        except NotWrittenError as error:
+            get_logger().warning(str(error))  # the run may end before it asks
+            raise
         except OSError as error:
             if goal.better and finite:
                 self._owed = (state, replace(goal, path=best, also=()))
@@ -106,7 +114,7 @@ class CheckpointWriter:
         """Write best weights that the disk did not take before."""
         if self._owed is not None:
             state, goal = self._owed
-            write_checkpoint(state, goal.path, (), keep_previous=False)
+            write_checkpoint(state, goal.path, (), keep_previous=False, check=self._check)
             self._owed = None
             self._outcomes.append(goal)
 
@@ -143,41 +151,96 @@ class CheckpointWriter:
 class StateCopies:
     """Copies of a state on the CPU, each in the memory of the one before.
 
-    Tensors are told apart by identity, which is much faster than a comparison of what they look like: those of a run
-    are the same ones from save to save.
+    A state has hundreds of small tensors, and to copy them one by one takes longer than to move their bytes. Those of a
+    run are the same ones from save to save, so their copies lie side by side and are filled by one call.
     """
 
     def __init__(self) -> None:
-        self._pairs: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # by id of the original
+        self._block = _Block([])
+        # Tensors that are not in the block, with their copies; by id, which is theirs for as long as they are held here.
+        self._others: dict[int, tuple[Tensor, Tensor]] = {}
 
     def take(self, state: Any) -> Any:
         """Copy nested dicts, lists and tuples and the tensors in them; the copy before is overwritten.
 
         What stands in a state twice stands twice in its copy.
         """
-        before, self._pairs = self._pairs, {}
-        copied = self._copied(state, before)
-        pairs = self._pairs.values()
-        if pairs:
-            with torch.no_grad():
-                torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
+        before, self._others = self._others, {}
+        copied = self._copied(state)
+        self._block.fill()
+        first = not self._block.sources
+        steady = [
+            tensor for name, (tensor, _) in self._others.items() if _is_dense(tensor) and (first or name in before)
+        ]
+        if steady:
+            self._block = _Block(self._block.sources + steady)
         return copied
 
     def keep(self) -> None:
         """Leave the copy that was taken last alone from here on; the next one gets new memory."""
-        self._pairs = {}
+        self._block = _Block(self._block.sources)
 
-    def _copied(self, value: Any, before: Mapping[int, tuple[Tensor, Tensor]]) -> Any:
+    def _copied(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             name = id(value)
-            pair = self._pairs.get(name) or before.get(name) or (value, torch.empty_like(value, device="cpu"))
-            self._pairs[name] = pair
-            return pair[1]
+            copy = self._block.copies.get(name)
+            if copy is None:
+                _, copy = self._others.setdefault(name, (value, value.detach().to("cpu", copy=True)))
+            return copy
         if isinstance(value, (dict, Mapping)):  # the first is much faster to ask for
-            return {key: self._copied(item, before) for key, item in value.items()}
+            return {key: self._copied(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            items = [self._copied(item, before) for item in value]
+            items = [self._copied(item) for item in value]
             return items if isinstance(value, list) else tuple(items)
         return value
+
+
+class _Block:
+    """Copies of some tensors, side by side in memory.
+
+    Args:
+        sources: dense ones; each is copied as it lies in memory.
+
+    Attributes:
+        copies: of the sources, on the CPU, by the id of the source; each in a storage of its own, as files are to have.
+    """
+
+    def __init__(self, sources: list[Tensor]) -> None:
+        self.sources = sources
+        self.copies: dict[int, Tensor] = {}
+        self._kinds: list[tuple[list[Tensor], Tensor]] = []  # sources of one kind, and all their copies in one piece
+        self._places: list[int] = []
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for source in sources:
+            kinds.setdefault((source.device, source.dtype), []).append(source)
+        for (_, dtype), alike in kinds.items():
+            whole = torch.empty(sum(source.numel() for source in alike), dtype=dtype)
+            memory, at = whole.view(torch.uint8).numpy(), 0
+            for source in alike:
+                place = torch.from_numpy(memory[at : at + source.nbytes]).view(dtype)
+                self.copies[id(source)] = place.as_strided(source.size(), source.stride())
+                at += source.nbytes
+            self._kinds.append((alike, whole))
+        self._look()
+
+    def _look(self) -> None:
+        """Note where the sources are."""
+        self._places = [source.data_ptr() for source in self.sources]
+        self._flat = [
+            [source.detach().as_strided((source.numel(),), (1,)) for source in alike] for alike, _ in self._kinds
+        ]
+
+    def fill(self) -> None:
+        """Copy what the sources hold now."""
+        if [source.data_ptr() for source in self.sources] != self._places:
+            self._look()  # one was given other memory
+        with torch.no_grad():
+            for flat, (_, whole) in zip(self._flat, self._kinds, strict=True):
+                if flat[0].device.type == "cpu":
+                    torch.cat(flat, out=whole)
+                else:
+                    whole.copy_(torch.cat(flat))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))

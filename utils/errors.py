@@ -60,6 +60,10 @@ class LostDataError(RuntimeError):
     """A run can't load its data any more: too much of it is gone, or a process that loads it died."""
 
 
+class LostPeerError(RuntimeError):
+    """Another rank can't be reached any more; the message says which, and what was met with."""
+
+
 class Problems:
     """Collects mistakes, so that a user sees all of them at once instead of one per try."""
 
@@ -179,4 +183,7 @@ def run_cli(main: Callable[[], int | None]) -> NoReturn:
         status = main()
     except ENDS as stop:
         status = ended_by(stop)
+    except LostPeerError as error:  # of a task of srun
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
     sys.exit(status)

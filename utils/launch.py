@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,15 +31,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from utils.devices import parse_device
-from utils.errors import ENDS, NO_PROGRESS, RESUMABLE, USER_ERROR, Stopped, ended_by
+from utils.errors import ENDS, NO_PROGRESS, RESUMABLE, USER_ERROR, LostPeerError, Stopped, ended_by
 from utils.heartbeat import STALLED
 from utils.interrupts import BEGAN, STARTED
-from utils.torch_utils import DistEnv
+from utils.torch_utils import LOST, TIMED_OUT, DistEnv
 
 OURS = "LOCKSTEP_LAUNCHER"  # in a worker's environment: the process that started it
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")  # others kill the launcher, not its workers
 GRACE = 60  # seconds that workers get to save and leave when they are told to stop, before they are killed
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "NCCL error")
+LOST_PEER = (*LOST, "NCCL error")
+SAME_MOMENT = 0.5  # seconds in which ranks that meet the same error meet it
 LOGS = "lockstep-launch-"
 STOPPED = "stopped"  # left beside a worker's error file when it stopped as it was asked to
 PR_SET_PDEATHSIG = 1
@@ -113,7 +115,7 @@ def launch(
         with _variables(_worker_variables(devices, max_restarts > 0)):
             elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
-        failure = explain(error.failures, _note(logs))
+        failure = explain(error.failures, _note(logs), [_last_line(text) for text in _tracebacks(_last_life(logs))])
         if failure.status == RESUMABLE and not any(logs.rglob(STOPPED)):  # before there was anything to save
             return replace(failure, text=f"rank {failure.rank} was told to stop; all other ranks were ended")
         return failure
@@ -171,11 +173,27 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
 
 def _note(logs: Path) -> str:
     """Return what a watchdog has left for the launcher when it ended the workers' last life; "" if it did not."""
+    return next((path.read_text() for path in sorted(_last_life(logs).glob(f"*/{STALLED}"))), "")
+
+
+def _last_life(logs: Path) -> Path:
+    """Return the folder of the workers' last life; ``logs`` if there was none."""
     lives = sorted(logs.rglob("attempt_*"), key=lambda path: int(path.name.removeprefix("attempt_")))
-    return next((path.read_text() for life in lives[-1:] for path in life.glob(f"*/{STALLED}")), "")
+    return [logs, *lives][-1]
 
 
-def explain(failures: Mapping[int, ProcessFailure], stalled: str = "") -> Failure:
+def _tracebacks(life: Path) -> list[str]:
+    """Return what the workers of a life have left of exceptions, by local rank; "" for one that left nothing."""
+    return [_read_traceback(path) for path in sorted(life.glob("*/error.json"))]
+
+
+def _read_traceback(path: Path) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"])
+    return ""
+
+
+def explain(failures: Mapping[int, ProcessFailure], stalled: str = "", last_lines: Sequence[str] = ()) -> Failure:
     """Tell which worker failed first, and how.
 
     A worker that dies takes its connections along, so that others fail as well, sometimes before it is noticed itself:
@@ -184,9 +202,12 @@ def explain(failures: Mapping[int, ProcessFailure], stalled: str = "") -> Failur
     Args:
         failures: by rank, at least one.
         stalled: why a watchdog has killed all of them, if it did.
+        last_lines: of the tracebacks of all workers, also of those that the launcher did not wait for.
     """
     in_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
     causes = [item for item in in_time if not _lost_a_peer(item[1])] or in_time
+    if _waited_in_vain(in_time[0][1]):  # one that does not answer is killed by the launcher in the end
+        causes = in_time[:1]
     own = [item for item in causes if item[1].exitcode != -signal.SIGTERM] or causes  # ended by the launcher itself
     rank, failure = own[0]
     if failure.exitcode in (USER_ERROR, NO_PROGRESS, RESUMABLE):
@@ -198,9 +219,12 @@ def explain(failures: Mapping[int, ProcessFailure], stalled: str = "") -> Failur
         hint = "; if nobody did that, the machine ran out of memory" if failure.exitcode == -9 else ""
         return Failure(128 - failure.exitcode, rank, f"{killed}{hint}; all other ranks were ended")
     text = _traceback(failure)
-    if _lost_a_peer(failure):
+    if _lost_a_peer(failure) and not _waited_in_vain(failure):
         text += "another rank left in the middle of the run, without an error of its own\n"
     end = f"rank {rank} failed with status {failure.exitcode}; all other ranks were ended"
+    alike = list(last_lines).count(_last_line(text)) if text else 0
+    if alike > 1:
+        end = f"{alike} ranks failed with this error, rank {rank} with status {failure.exitcode}; all ranks were ended"
     return Failure(failure.exitcode, rank, f"{text}{end}")
 
 
@@ -214,6 +238,11 @@ def _lost_a_peer(failure: ProcessFailure) -> bool:
     return any(words in text for words in LOST_PEER)
 
 
+def _waited_in_vain(failure: ProcessFailure) -> bool:
+    text = _last_line(_traceback(failure))
+    return any(words in text for words in TIMED_OUT)
+
+
 def _last_line(text: str) -> str:
     return text.rstrip().rsplit("\n", 1)[-1]
 
@@ -225,8 +254,9 @@ def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
     """Make a script's main function fit to be run by a launcher.
 
     The process ends with the launcher, also if that is killed; an exception is handed to the launcher, and one of ours
-    prints it when all workers are gone, so that it is the last thing to be read. A worker that is done leaves without
-    taking the interpreter down: threads of Gloo that a group left behind would abort it then, now and again.
+    prints it when all workers are gone, so that it is the last thing to be read. A worker leaves without taking the
+    interpreter down: threads of Gloo that a group left behind would abort it then, now and again, and it may take
+    seconds.
     """
     launcher = "TORCHELASTIC_RUN_ID" in os.environ or OURS in os.environ
     if not launcher:
@@ -234,8 +264,6 @@ def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
     end_with_parent()
     faulthandler.enable()  # a crash in C leaves the Python stack
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the launcher runs in the background
-    if OURS in os.environ:
-        sys.excepthook = lambda *_: None
 
     def ended() -> int | None:  # inside of the record: what needs no traceback leaves none
         try:
@@ -250,13 +278,36 @@ def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
     recorded: Callable[[], int | None] = record(ended)
 
     def leave() -> NoReturn:
-        status = recorded() or 0
+        try:
+            status = recorded() or 0
+        except Exception as error:
+            status = 1
+            if OURS not in os.environ:  # else the launcher says it, when all are gone
+                _say_once(error)
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
     return leave
+
+
+def _say_once(error: Exception) -> None:
+    """Print what ends a worker of a launcher that is not ours: one line for a lost peer, else the traceback.
+
+    What the first worker of the machine meets as well, at about the same time, is left to that one.
+    """
+    if isinstance(error, LostPeerError):
+        print(f"error: {error}", file=sys.stderr)
+        return
+    own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    text = _last_line("".join(traceback.format_exception_only(error)))
+    end = time.monotonic() + SAME_MOMENT
+    while own.parent.name not in ("", "0") and time.monotonic() < end:
+        if _last_line(_read_traceback(own.parent.with_name("0") / own.name)) == text:
+            return
+        time.sleep(0.05)
+    sys.excepthook(type(error), error, error.__traceback__)
 
 
 def last_words() -> list[str]:
@@ -268,9 +319,8 @@ def last_words() -> list[str]:
     lines = []
     before = own.parent.parent.with_name(f"attempt_{int(attempt.group(1)) - 1}")
     for path in sorted(before.glob("*/error.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            callstack = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
-            lines.append(f"local rank {path.parent.name} failed: {callstack.rstrip().rsplit(chr(10), 1)[-1]}")
+        if callstack := _read_traceback(path):
+            lines.append(f"local rank {path.parent.name} failed: {_last_line(callstack)}")
     with contextlib.suppress(OSError):
         lines += [path.read_text() for path in before.glob(f"*/{STALLED}")]
     return lines

@@ -21,7 +21,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from utils.config import ROOT
-from utils.errors import UserError
+from utils.errors import NotWrittenError, UserError
 
 RESUME = "RESUME"  # left by a run that was stopped and can go on
 LOCK = ".lock"
@@ -222,8 +222,31 @@ def claim(run_dir: Path) -> None:
     _claims[run_dir.resolve()] = file
     with contextlib.suppress(OSError):
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.write(f"{_owner()}\n")
         file.flush()
+
+
+def _owner() -> str:
+    return f"process {os.getpid()} on {platform.node()}"
+
+
+def check_claim(run_dir: Path) -> None:
+    """Check that a folder which this process has claimed is still its own.
+
+    A machine that stood still may have lost its lock on a file server meanwhile, and its run gone on elsewhere.
+
+    Raises:
+        NotWrittenError: another run has claimed it since.
+    """
+    file, place = _claims.get(run_dir.resolve()), run_dir / LOCK
+    if file is None:
+        return
+    with contextlib.suppress(OSError):
+        own = os.path.samestat(os.fstat(file.fileno()), place.stat())
+        # To open its own file again, and close it, would give up the lock; see fcntl(2).
+        owner = (os.pread(file.fileno(), 1000, 0).decode() if own else place.read_text()).strip()
+        if owner not in ("", _owner()):
+            raise NotWrittenError(f"{run_dir} was taken over by another run ({owner}); this one writes nothing more")
 
 
 def release(run_dir: Path) -> None:

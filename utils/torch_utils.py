@@ -3,12 +3,15 @@
 import gc
 import itertools
 import os
+import re
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from threading import Timer
+from threading import Event, Thread, Timer
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from utils.checkpoint_files import check_finite, load_checkpoint, previous_path, write_checkpoint
 from utils.devices import as_typed, parse_device
-from utils.errors import DivergedError, Problems, UserError
+from utils.errors import DivergedError, LostPeerError, Problems, UserError
 from utils.heartbeat import begun, collective, waiting
 from utils.logging import get_logger
 from utils.network import interface_towards, ipv4_addresses
@@ -32,7 +35,12 @@ T = TypeVar("T")
 
 # What torchrun sets for every worker; a process that has one of the first three was started by a launcher.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+JOIN_TIMEOUT = 900  # seconds for all ranks to connect to the first one, as torchrun has them for its machines
+WAIT_LINE = 10  # seconds between lines of a rank that waits for that
 MEET_TIMEOUT, HINT_AFTER = 300, 60  # seconds: for the first meeting of all ranks, which are connected by then
+ROLL_CALL = 2.0  # seconds in which ranks say that they are there, once others have waited in vain
+TIMED_OUT = ("Timed out waiting", "Application timeout caused pair closure")  # Gloo's words
+LOST = (*TIMED_OUT, "Connection closed by peer", "Connection reset by peer", "Broken pipe")  # Gloo's as well
 
 
 @dataclass(frozen=True)
@@ -174,6 +182,7 @@ def process_group(
 
     Raises:
         UserError: the device flag is wrong, or the ranks do not find each other.
+        LostPeerError: another rank ended, or did not come to a collective in time.
     """
     env = dist_env() if env is None else env
     env = replace(env, device=rank_device(device_flag, env))
@@ -185,15 +194,21 @@ def process_group(
     try:
         yield env
         barrier(env)  # whoever leaves first would take the meeting point along
+    except RuntimeError as error:
+        if not any(words in str(error) for words in LOST):
+            raise
+        raise LostPeerError(_loss(str(error), env, timeout)) from error
     finally:
         _machine_group.clear()
         _board.clear()
+        _nodes.clear()
         gc.collect()  # a network in a cycle of references would keep the group, and Gloo's threads, beyond its end
         dist.destroy_process_group()
 
 
 _groups = itertools.count()  # numbers the process groups of this process
 _board: list[dist.Store] = []  # where the ranks met, while a process group is up; see `post`
+_nodes: list[int] = []  # the machine of each rank, while a process group is up
 # The ranks of this machine as a group of their own, while a process group is up and there are other machines.
 _machine_group: list[dist.ProcessGroup] = []
 
@@ -217,8 +232,7 @@ def _connect(env: DistEnv, timeout: timedelta) -> None:
     if on_nccl and interface is not None and interface != "lo" and not os.environ.get("NCCL_SOCKET_IFNAME"):
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
     try:
-        # A launcher keeps its store: under the same names a second group would find the addresses of the first one.
-        store = dist.PrefixStore(f"group {next(_groups)}", next(rendezvous("env://", timeout=timeout))[0])
+        store = _meet(env, timeout)
         name = "cpu:gloo,cuda:nccl" if on_nccl else "gloo"
         dist.init_process_group(name, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
         _board.append(store)
@@ -241,10 +255,94 @@ def _connect(env: DistEnv, timeout: timedelta) -> None:
         torch.cuda.synchronize(env.device)
         hint.cancel()
     nodes = all_gather_objects(env.node_rank, env)
+    _nodes[:] = nodes
     for node in sorted(set(nodes)) if len(set(nodes)) > 1 else ():
         group = dist.new_group([rank for rank, its in enumerate(nodes) if its == node], timeout, "gloo")
         if node == env.node_rank and isinstance(group, dist.ProcessGroup):
             _machine_group.append(group)
+
+
+def _meet(env: DistEnv, timeout: timedelta) -> dist.Store:
+    """Wait for all ranks where the launcher says, and return what they share there."""
+    with _wait_told(env):
+        meeting_point = next(rendezvous("env://", timeout=min(timeout, timedelta(seconds=JOIN_TIMEOUT))))[0]
+        # A launcher keeps its store: under the same names a second group would find the addresses of the first one.
+        store = dist.PrefixStore(f"group {next(_groups)}", meeting_point)
+        store.set(f"started {env.rank}", "")  # --dist-timeout may be less than one rank starts later than another
+        store.wait([f"started {rank}" for rank in range(env.world_size)], timedelta(seconds=MEET_TIMEOUT))
+    meeting_point.set_timeout(timeout)
+    return store
+
+
+@contextmanager
+def _wait_told(env: DistEnv) -> Iterator[None]:
+    """Context in which the first rank of each of several machines says every few seconds that it waits."""
+    whom = "the others" if env.is_main_process else "rank 0"
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    over, began = Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(WAIT_LINE):
+            waited = f"{time.monotonic() - began:.0f} s"
+            print(
+                f"rank {env.rank} of {env.world_size} has waited {waited} for {whom} at {where}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    if env.local_rank == 0 and env.local_world_size < env.world_size:  # on one machine nobody is far
+        Thread(target=tell, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _loss(error: str, env: DistEnv, timeout: float) -> str:
+    """Say which ranks are lost.
+
+    Args:
+        error: Gloo's.
+        env: this rank's place.
+        timeout: ``--dist-timeout``, seconds.
+    """
+    reason = re.sub(r"^\[[^]]*\] *", "", error)  # without the place in Gloo's sources
+    if not any(words in error for words in TIMED_OUT):
+        return f"rank {env.rank} lost another rank, which ended or was cut off: {reason}"
+    missing = _roll_call(env)
+    if missing is None:
+        lost = f"rank 0: {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} can't be reached any more"
+    elif missing:
+        lost = ", ".join(_named(rank, env) for rank in missing)
+    else:
+        lost = "another rank for a while, though all are there"
+    return f"rank {env.rank} lost {lost}; it waited {timeout:g} s (--dist-timeout): {reason}"
+
+
+def _named(rank: int, env: DistEnv) -> str:
+    machine = f" on machine {_nodes[rank]}" if _nodes and env.local_world_size < env.world_size else ""
+    return f"rank {rank}{machine}"
+
+
+def _roll_call(env: DistEnv) -> list[int] | None:
+    """Return the ranks that do not say a word within some seconds; None if the place where all met is out of reach."""
+    answers: list[list[int]] = []
+
+    def call() -> None:
+        with suppress(RuntimeError, IndexError):
+            store, end = _board[0], time.monotonic() + ROLL_CALL
+            store.set(f"here {env.rank}", "")
+            while True:
+                missing = [rank for rank in range(env.world_size) if not store.check([f"here {rank}"])]
+                if not missing or time.monotonic() > end:
+                    answers.append(missing)
+                    return
+                time.sleep(0.1)
+
+    asking = Thread(target=call, daemon=True)  # without an answer it never comes back
+    asking.start()
+    asking.join(2 * ROLL_CALL)
+    return answers[0] if answers else None
 
 
 NCCL_HINT = (

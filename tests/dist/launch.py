@@ -87,11 +87,14 @@ def start(arguments: Sequence[str], folder: Path, said: Path, **options: Any) ->
         return subprocess.Popen(
             [sys.executable, str(PROJECT / "train.py"), *arguments],
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            **{"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options},
+            **{
+                "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+                "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                **options,
+            },
         )
 
 

@@ -2,6 +2,8 @@
 
     python -m tests.dist.stuck KIND RANK RANKS FLAGS...
 
+RANK -1 is all of them.
+
 KIND is a function of this module, or "callback". With RANKS 1, and under a launcher, no workers are started.
 """
 
@@ -83,20 +85,34 @@ def absent() -> None:
     register_optimizer_step_post_hook(hook)
 
 
+def broken() -> None:
+    """It raises an exception."""
+
+    def act() -> None:
+        raise RuntimeError("broken on purpose")
+
+    in_forward(act, 2)
+
+
 def slow() -> None:
     """It takes longer for each batch than for anything else."""
     in_forward(lambda: time.sleep(2))
 
 
-def slow_disk() -> None:
+def slow_disk(seconds: float = 6) -> None:
     """Each file takes 6 seconds to reach the disk."""
     real = os.fsync
 
     def fsync(descriptor: int) -> None:
-        time.sleep(6)
+        time.sleep(seconds)
         real(descriptor)
 
     os.fsync = fsync  # type: ignore[assignment]
+
+
+def lazy_disk() -> None:
+    """Each file takes 2 seconds to reach the disk, less than others wait."""
+    slow_disk(2)
 
 
 def slow_labels() -> None:
@@ -111,7 +127,9 @@ def slow_labels() -> None:
     os.stat = stat
 
 
-KINDS = {kind.__name__: kind for kind in (gil, asleep, in_backward, absent, slow, slow_disk, slow_labels)}
+KINDS = {
+    kind.__name__: kind for kind in (gil, asleep, in_backward, absent, broken, slow, slow_disk, lazy_disk, slow_labels)
+}
 
 
 def main() -> int:
@@ -119,10 +137,11 @@ def main() -> int:
     given, env = given_flags(TrainConfig, line), dist_env()
     if not env.launched and int(ranks) > 1:
         return say(launch(["-m", "tests.dist.stuck", *sys.argv[1:]], [torch.device("cpu")] * int(ranks)))
-    if kind in KINDS and env.rank == int(rank):
+    if kind in KINDS and int(rank) in (env.rank, -1):
         KINDS[kind]()
     config, resumed = command.settings(given, env)
-    with stops_end_the_process(), process_group("cpu", env) as env:
+    timeout = given.get("dist_timeout", TrainConfig.dist_timeout)
+    with stops_end_the_process(), process_group("cpu", env, timeout) as env:
         train.begin(given, config, resumed, env, [Sleeper()] if kind == "callback" else [])
     return 0
 

@@ -2,14 +2,13 @@
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from models.yolo import DetectionModel
 from tests.common import PROJECT
 from tests.dist.commands import Case, Seen, run_commands
 from tests.dist.launch import free_port, torchrun
+from tests.dist.machines import Machine, Network, network
 from tests.runs import differences, flags, make_data, train_here
 from tests.test_start import SPEC
 from utils.checkpoint_files import load_checkpoint
@@ -301,19 +301,6 @@ def test_two_tasks_of_a_slurm_step(data: Path, trained: Trained, tmp_path: Path)
 # --- several machines ------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Machine:
-    """One launcher.
-
-    Attributes:
-        rank: ``--node_rank``.
-        before: command that starts it.
-    """
-
-    rank: int
-    before: tuple[str, ...] = ()
-
-
 def on_machines(
     machines: list[Machine], arguments: list[str], nproc: int, address: str = "127.0.0.1"
 ) -> list[subprocess.CompletedProcess[str]]:
@@ -353,49 +340,16 @@ def test_more_ranks_and_machines(data: Path, tmp_path: Path, count: int, nproc: 
     assert len((tmp_path / "exp/results.csv").read_text().splitlines()) == 2
 
 
-class Network(NamedTuple):
-    """Two machines with a cable between them; the first one's own name is loopback to itself, as Debian has it."""
-
-    machines: list[Machine]
-    name: str
-
-
 @pytest.fixture
-def network(tmp_path: Path) -> Iterator[Network]:
-    names = [f"lockstep-{os.getpid()}-{number}" for number in (0, 1)]
-    hosts = [("127.0.1.1 first\n", "10.77.0.2 second\n"), ("10.77.0.1 first\n", "127.0.1.1 second\n")]
-    steps = [["netns", "add", name] for name in names]
-    steps += [["link", "add", "rail0", "netns", names[0], "type", "veth", "peer", "name", "rail0", "netns", names[1]]]
-    for number, name in enumerate(names, 1):
-        steps += [["-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "rail0"]]
-        steps += [["-n", name, "link", "set", device, "up"] for device in ("lo", "rail0")]
-        steps += [["-n", name, "route", "add", "default", "via", f"10.77.0.{3 - number}"]]
-    try:
-        for step in steps:
-            if shutil.which("ip") is None:
-                pytest.skip("no ip command to make network namespaces with")
-            done = subprocess.run(["ip", *step], capture_output=True, text=True, check=False)
-            if done.returncode:
-                pytest.skip(f"no network namespaces here: ip {' '.join(step)}: {done.stderr.strip()}")
-        machines = []
-        for number, name in enumerate(names):
-            file = tmp_path / f"hosts{number}"
-            file.write_text(f"127.0.0.1 localhost {socket.gethostname()}\n" + "".join(hosts[number]))
-            # Nobody answers questions for names in there, so nobody is asked.
-            mount = f'mount --bind {file} /etc/hosts; mount --bind /dev/null /etc/resolv.conf; exec "$0" "$@"'
-            machines.append(Machine(number, ("ip", "netns", "exec", name, "unshare", "-m", "sh", "-c", mount)))
-        yield Network(machines, "first")
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+def cable(tmp_path: Path) -> Iterator[Network]:
+    with network(tmp_path) as made:
+        yield made
 
 
-def test_two_machines_with_addresses_of_their_own(
-    network: Network, data: Path, trained: Trained, tmp_path: Path
-) -> None:
+def test_two_machines_with_addresses_of_their_own(cable: Network, data: Path, trained: Trained, tmp_path: Path) -> None:
     """L3: no rank may listen where only its own machine reaches it, though its name leads there."""
     arguments = line(data, tmp_path / "runs", "exp", scratch("--dist-timeout 100"))
-    second, first = on_machines(network.machines[::-1], arguments, 1, address=network.name)
+    second, first = on_machines(cable.machines[::-1], arguments, 1, address=cable.name)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert_same_run(tmp_path / "runs/exp", trained.project / "cpu")
 

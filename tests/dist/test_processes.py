@@ -4,6 +4,7 @@ pytest -m slow tests/dist/test_processes.py
 """
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.launch import HEADER, descendants, kill, ranks_of, start, wait_for, wait_for_end
+from tests.dist.launch import HEADER, descendants, free_port, kill, ranks_of, start, wait_for, wait_for_end
+from tests.dist.machines import Machine, all_ended, started, torchrun_line
 from tests.runs import assert_same_run, flags, make_data
 from utils.torch_utils import load_checkpoint
 
@@ -67,6 +69,28 @@ def test_killed_in_validation(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["train.py", "torchrun"])
+def test_all_raise_at_once(data: Path, tmp_path: Path, launcher: str) -> None:
+    """Row 7: one traceback, however many ranks met the same; the run goes on from its last step."""
+    before = torchrun_line(Machine(0), free_port(), "127.0.0.1", nnodes=1, nproc=2) if launcher == "torchrun" else []
+    line = [*flags(data, tmp_path, LINE, "--nbs 4"), "--device", "cpu" if before else "cpu,cpu"]
+    command = [*before, "-m", "tests.dist.stuck", "broken", -1, 2, *line]
+    with started(Machine(0), command, tmp_path / "said") as run:
+        all_ended([run], 2 * LIMIT)
+    assert run.process.returncode == 1
+    by_ranks = run.said.split("torch/distributed/elastic/multiprocessing/api.py")[0]  # torchrun adds a summary
+    assert by_ranks.count("Traceback (most recent call last)") == 1, run.said
+    assert by_ranks.count("RuntimeError: broken on purpose\n") == 1
+    if not before:
+        last = run.said.splitlines()[-1]
+        assert re.fullmatch("2 ranks failed with this error, rank [01] with status 1; all ranks were ended", last)
+    state = load_checkpoint(tmp_path / "run/weights/last.pt")["state"]
+    assert state["epoch"] == 0 and state["batch"] in (1, 2)
+    again = start(["--resume", str(tmp_path / "run"), "--epochs", "1"], tmp_path, tmp_path / "resumed")
+    assert again.wait(LIMIT) == 0, (tmp_path / "resumed").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
 def test_crashed(data: Path, tmp_path: Path, number: signal.Signals) -> None:
     """The stack of the process that crashed is there to be read."""
@@ -80,6 +104,42 @@ def test_crashed(data: Path, tmp_path: Path, number: signal.Signals) -> None:
     assert seconds < SOON
     assert f"rank 1 was killed by {number.name}" in said
     assert "Fatal Python error" in said
+
+
+@pytest.mark.slow
+def test_what_a_dead_run_left(data: Path, tmp_path: Path) -> None:
+    """Row 40: nobody waits for its locks, and its files in the way of saves and launches are removed.
+
+    Its image cache in shared memory has no name and went with it.
+    """
+    temporary, weights, shared = tmp_path / "temporary", tmp_path / "run/weights", Path("/dev/shm")
+    temporary.mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
+    before = {path.name for path in shared.glob("*")} if shared.exists() else set()
+    line = flags(data, tmp_path, LINE, "--epochs 4 --cache ram --exist-ok")
+    run = start(line, tmp_path, tmp_path / "said", env=environment)
+    wait_for("1/4 100%", run, tmp_path / "said")
+    everyone = [run.pid, *descendants(run.pid)]
+    for pid in everyone:
+        kill(pid)
+    run.wait(LIMIT)
+    wait_for_end(everyone)
+    if shared.exists():
+        assert not {name for name in {path.name for path in shared.glob("*")} - before if "lockstep" in name}
+    assert len(list(temporary.glob("lockstep-launch-*"))) == 1
+    owner = (tmp_path / "run/.lock").read_text()
+    assert int(owner.split()[1]) in everyone
+    (weights / f".last.pt.{everyone[1]}.tmp").write_bytes(b"half of it")
+
+    began = time.monotonic()
+    run = start(["--resume", str(tmp_path / "run")], tmp_path, tmp_path / "resumed", env=environment)
+    assert run.wait(LIMIT) == 0, (tmp_path / "resumed").read_text()
+    assert time.monotonic() - began < LIMIT / 2
+    assert "WARNING" not in (tmp_path / "resumed").read_text()
+    assert load_checkpoint(weights / "last.pt")["state"]["epoch"] == 4
+    assert not list(weights.glob(".*"))
+    assert not list(temporary.glob("lockstep-*"))
+    assert (tmp_path / "run/.lock").read_text() != owner
 
 
 @pytest.mark.slow
