@@ -157,7 +157,7 @@ class StateCopies:
 
     def __init__(self) -> None:
         self._block = _Block([])
-        # Tensors that are not in the block, with their copies; by id, which is theirs for as long as they are held here.
+        # Tensors that are not in the block, with their copies; by id, which is theirs while they are held here.
         self._others: dict[int, tuple[Tensor, Tensor]] = {}
 
     def take(self, state: Any) -> Any:
