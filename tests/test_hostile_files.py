@@ -526,8 +526,8 @@ def mutate_for(folder: Path, seconds: float, seed: int, more: list[bytes] | None
 
 @pytest.mark.slow
 def test_damage_at_random(tmp_path: Path) -> None:
-    """Ten minutes of it; LOCKSTEP_FUZZ_SECONDS and LOCKSTEP_FUZZ_SEED say otherwise."""
-    seconds, seed = float(os.environ.get("LOCKSTEP_FUZZ_SECONDS", 600)), int(os.environ.get("LOCKSTEP_FUZZ_SEED", 0))
+    """Two minutes of it; LOCKSTEP_FUZZ_SECONDS and LOCKSTEP_FUZZ_SEED say otherwise."""
+    seconds, seed = float(os.environ.get("LOCKSTEP_FUZZ_SECONDS", 120)), int(os.environ.get("LOCKSTEP_FUZZ_SEED", 0))
     counts = mutate_for(tmp_path, seconds, seed)
     print(json.dumps(counts))
     assert counts["files"] > 100 * seconds / 10 and counts["slowest"] < 20

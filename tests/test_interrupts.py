@@ -11,7 +11,7 @@ import pytest
 
 from tests.common import PROJECT
 from tests.runs import CHILD_ENVIRONMENT, flags, make_data
-from utils.interrupts import interrupts_held
+from utils.interrupts import PATIENCE, STOP_SIGNALS, interrupts_held
 
 # A process that presses Ctrl-C itself, in a hook of its fork number FORK.
 AT_FORK = """
@@ -119,6 +119,32 @@ def test_held_and_let_through() -> None:
         assert len(seen) == 2
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+@pytest.mark.parametrize(
+    ("numbers", "status"),
+    [
+        ([signal.SIGINT, signal.SIGUSR1, signal.SIGHUP], 7),
+        ([signal.SIGTERM], 7),
+        ([signal.SIGTERM, signal.SIGTERM], -signal.SIGTERM),
+    ],
+)
+def test_a_child_that_has_no_handlers_yet(numbers: list[signal.Signals], status: int) -> None:
+    """It leaves to its parent what all of a group get, and serves on for a while after SIGTERM; not for ever."""
+    befores = {number: signal.signal(number, lambda number, frame: None) for number in STOP_SIGNALS}
+    try:
+        with interrupts_held():
+            child = os.fork()
+            if child == 0:
+                for number in numbers:
+                    signal.raise_signal(number)
+                asked = signal.SIGTERM in numbers
+                os._exit(7 if (0 < signal.alarm(0) <= PATIENCE) == asked else 1)
+    finally:
+        for number, before in befores.items():
+            signal.signal(number, before)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
 
 
 def test_where_nothing_can_be_held() -> None:

@@ -36,7 +36,7 @@ from utils.errors import LostDataError, UserError
 from utils.forks import fork_context, keep_freed_memory, name_process
 from utils.image_cache import ImageCache
 from utils.images import ImageError
-from utils.interrupts import STOP_SIGNALS, interrupts_held
+from utils.interrupts import STOP_SIGNALS, end_in_a_while, interrupts_held
 from utils.loader_notes import NO_IMAGE, LoaderNotes
 from utils.polygons import Polygons
 from utils.torch_utils import ALONE, DistEnv, gather_objects, once_per_machine
@@ -49,7 +49,6 @@ SHAPE_POSITION = 2**64 - 2
 PREFETCH_BATCHES = 2  # per worker
 SLOTS = PREFETCH_BATCHES + 2  # per worker: training holds a batch and maybe the one before, which it is about to drop
 WORKER_NICENESS = 10
-WORKER_PATIENCE = 60  # seconds that a worker serves on after SIGTERM: as long as the launcher waits for a run to save
 MULTI_SCALE = (0.5, 1.5)  # of the image size
 SUBSTITUTES = 8  # images that are tried in the place of one that can't be read, before that is an error
 
@@ -556,13 +555,7 @@ def _init_worker(worker_id: int, notes: LoaderNotes, yield_cores: bool) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "alarm"):
-        signal.signal(signal.SIGTERM, _end_soon)
-
-
-def _end_soon(number: int, _frame: object) -> None:
-    """End in a while, unless the main process ends this one before; at once when asked again."""
-    signal.signal(number, signal.SIG_DFL)
-    signal.alarm(WORKER_PATIENCE)
+        signal.signal(signal.SIGTERM, lambda number, frame: end_in_a_while())
 
 
 def _data_loader(

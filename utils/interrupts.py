@@ -12,6 +12,7 @@ from utils.errors import Stopped
 
 CTRL_C = "Ctrl-C"
 STARTED = "LOCKSTEP_STARTED"  # in a script's environment: when it or its launcher began, on the monotonic clock
+PATIENCE = 60  # seconds that a loader process serves on after SIGTERM: as long as the launcher waits for a run to save
 BEGAN = time.monotonic()  # of this process, about
 # SIGINT is that, SIGTERM a scheduler's or the launcher's, SIGUSR1 SLURM's notice of the end, SIGHUP a lost terminal.
 STOP_SIGNALS = tuple(
@@ -103,6 +104,15 @@ class StopRequest:
             self.by = CTRL_C if number == signal.SIGINT else signal.Signals(number).name
 
 
+def end_in_a_while() -> None:
+    """End this process after SIGTERM: in a while, for its parent may still need it, or at once when asked again."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "alarm"):
+        signal.alarm(PATIENCE)
+    else:
+        signal.raise_signal(signal.SIGTERM)
+
+
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
     """Hold signals to stop back while processes are forked, and let them through at the end.
@@ -112,7 +122,8 @@ def interrupts_held() -> Iterator[None]:
     and the main thread, which runs the handlers, raises all the same.
 
     Outside the main thread, and for signals without a handler, this does nothing. A process that is forked meanwhile
-    has none of the handlers: it dies of SIGTERM as others do.
+    has none of the handlers. Until it has set its own it leaves Ctrl-C and the like, which whole groups of processes
+    get, to its parent, who will end it, and serves on after SIGTERM for as long as loader processes do.
     """
     if not in_main_thread():
         yield
@@ -125,9 +136,8 @@ def interrupts_held() -> Iterator[None]:
     def hold(number: int, frame: FrameType | None) -> None:
         if os.getpid() == parent:
             held.append((number, frame))
-        else:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+        elif number == signal.SIGTERM:
+            end_in_a_while()
 
     for number in handlers:
         signal.signal(number, hold)
