@@ -1,5 +1,6 @@
 """Ctrl-C at the worst moments: while a process is being forked, where Python drops what a handler raises."""
 
+import os
 import signal
 import subprocess
 import sys
