@@ -61,7 +61,6 @@ from utils.dataloaders import (
     val_loader,
 )
 from utils.devices import to_device
-from utils.ema import ModelEMA
 from utils.errors import DivergedError, NotWrittenError, run_cli
 from utils.flags import given_flags
 from utils.header import header, remedies
@@ -106,6 +105,7 @@ from utils.steps import MAX_GRAD_NORM, BufferSnapshot, guarded_step
 from utils.sync_bn import average_statistics, convert_sync_bn
 from utils.torch_utils import (
     DistEnv,
+    ModelEMA,
     all_gather_objects,
     broadcast_object,
     check_same_weights,

@@ -17,11 +17,10 @@ from torch.optim import SGD
 from benchmarks.measuring import Options, Row, milliseconds, ratios, run_group, take_turns
 from models.families import YOLOV5
 from utils.config import Hyp, find_yaml, load_yaml
-from utils.ema import ModelEMA
 from utils.errors import run_cli
 from utils.optim import build_optimizer, param_groups
 from utils.steps import CLIP_EPSILON, MAX_GRAD_NORM, Precision, guarded_step
-from utils.torch_utils import split_global_batch
+from utils.torch_utils import ModelEMA, split_global_batch
 
 LIMIT = 0.6
 REPEAT = 10

@@ -24,10 +24,9 @@ from models.common import Conv
 from tests.common import PROJECT, as_nobody, needs_root
 from utils.checkpoint_files import NonFiniteError, checkpoint_bytes, digest_of, load_checkpoint, previous_path
 from utils.checkpoint_writer import CheckpointWriter, Outcome, StateCopies
-from utils.ema import ModelEMA
 from utils.errors import UserError
 from utils.seeds import rng_state
-from utils.torch_utils import load_newest, save_checkpoint, strip_checkpoint
+from utils.torch_utils import ModelEMA, load_newest, save_checkpoint, strip_checkpoint
 
 posix_only = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals and limits")
 

@@ -9,10 +9,9 @@ from models.families import YOLOV5
 from tests.runs import make_data
 from utils.config import Hyp, TrainConfig, ValConfig, find_yaml, load_yaml
 from utils.dataloaders import choose_val_batch
-from utils.ema import ModelEMA
 from utils.inputs import checkpoints_bytes, read_inputs, read_val_inputs
 from utils.optim import build_optimizer
-from utils.torch_utils import DistEnv, save_checkpoint, split_global_batch
+from utils.torch_utils import DistEnv, ModelEMA, save_checkpoint, split_global_batch
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])

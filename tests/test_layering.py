@@ -56,7 +56,6 @@ ROWS = (
         "utils.checkpoint_writer",
         "utils.console",
         "utils.data_sets",
-        "utils.ema",
         "utils.metrics",
         "utils.optim",
         "utils.profiler",

@@ -9,8 +9,8 @@ import yaml
 from models.start import check_imgsz, fit_imgsz, freeze, network_spec, start_from
 from models.yolo import DetectionModel
 from tests.common import PROJECT
-from utils.ema import ModelEMA
 from utils.errors import UserError
+from utils.torch_utils import ModelEMA
 
 SPEC: dict[str, Any] = {
     "nc": 2,

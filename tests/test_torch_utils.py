@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from utils import steps
 from utils.config import Hyp
 from utils.devices import memory_usage, parse_device
-from utils.ema import ModelEMA, foreach_lerp
 from utils.errors import UserError
 from utils.optim import build_optimizer
 from utils.seeds import rng_state, seed_everything, set_rng_state
@@ -25,6 +24,7 @@ from utils.torch_utils import (
     LAUNCHER_VARIABLES,
     BatchPlan,
     DistEnv,
+    ModelEMA,
     all_gather_objects,
     all_gather_rows,
     all_reduce_sum,
@@ -32,6 +32,7 @@ from utils.torch_utils import (
     barrier,
     broadcast_object,
     dist_env,
+    foreach_lerp,
     gather_objects,
     gather_on_machine,
     load_checkpoint,

@@ -37,12 +37,11 @@ from utils.checkpoint_files import non_finite
 from utils.config import TrainConfig, find_yaml, load_yaml
 from utils.console import RunClock
 from utils.data_config import build_train_config
-from utils.ema import StateView
 from utils.errors import NO_PROGRESS, DivergedError, NotWrittenError, UserError, ended_by
 from utils.flags import given_flags
 from utils.resume import RESUMABLE_FLAGS, STATE_KEYS
 from utils.run_events import train_start
-from utils.torch_utils import load_checkpoint, process_group, save_checkpoint
+from utils.torch_utils import StateView, load_checkpoint, process_group, save_checkpoint
 
 FIGURES = ["metrics/precision", "metrics/recall", "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"]
 

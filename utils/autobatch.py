@@ -16,13 +16,12 @@ from models.families import family_of
 from utils.config import ROOT, Hyp, TrainConfig, build_config, config_to_dict, load_hyp
 from utils.data_config import load_data
 from utils.dataloaders import max_imgsz
-from utils.ema import ModelEMA
 from utils.errors import Problems, UserError
 from utils.inputs import read_network
 from utils.logging import get_logger
 from utils.optim import build_optimizer
 from utils.steps import MAX_GRAD_NORM, BufferSnapshot, choose_precision, guarded_step
-from utils.torch_utils import DistEnv, split_global_batch
+from utils.torch_utils import DistEnv, ModelEMA, split_global_batch
 
 CPU_BATCH = 16  # more makes a CPU no faster, and its memory is shared with everything else
 SHARE = 0.85  # of the free memory: the rest is for what differs from step to step, and for NCCL

@@ -20,7 +20,6 @@ from utils.data_config import DataConfig
 from utils.data_report import UnreadableImages
 from utils.dataloaders import choose_val_batch
 from utils.dataset import LabelIndex
-from utils.ema import ModelEMA, StateView
 from utils.errors import RESUMABLE, Stopped, UserError
 from utils.heartbeat import Phase, beat, waiting
 from utils.interrupts import StopRequest, ignore_from_here
@@ -32,7 +31,7 @@ from utils.run_folder import has_checkpoint, how_to_go_on, versions, write_resum
 from utils.seeds import rng_state, set_rng_state
 from utils.skips import SkipLog
 from utils.steps import BufferSnapshot, Precision
-from utils.torch_utils import BatchPlan, DistEnv, all_gather_rows, all_reduce_sum, barrier
+from utils.torch_utils import BatchPlan, DistEnv, ModelEMA, StateView, all_gather_rows, all_reduce_sum, barrier
 
 VOTES = 3  # of a rank at the end of a window: to stop, to save, and where it is; see `votes`
 SAVE_EVERY = 900.0  # seconds between two checkpoints at most
