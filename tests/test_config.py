@@ -502,3 +502,16 @@ def test_a_bug_keeps_its_traceback() -> None:
 
     with pytest.raises(ZeroDivisionError):
         run_cli(main)
+
+
+@pytest.mark.parametrize("script", ["train.py", "val.py", "detect.py"])
+@pytest.mark.parametrize("flags", [["--help"], ["--no-such-flag"]])
+def test_an_answer_needs_no_heavy_imports(script: str, flags: list[str]) -> None:
+    """Not torch, which takes seconds, nor anything else that is not on the way to the answer."""
+    command = [sys.executable, "-X", "importtime", str(PROJECT / script), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == (0 if flags == ["--help"] else 2)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "utils.flags" in imported
+    heavy = {"torch", "torchvision", "numpy", "cv2", "pandas", "matplotlib", "multiprocessing", "asyncio"}
+    assert not heavy & imported
