@@ -261,6 +261,7 @@ def test_script_with_guard(data: Path, tmp_path: Path) -> None:
     assert done.stdout.endswith("done run [Extra(word='beside'), 'own']\n")
 
 
+@pytest.mark.slow
 def test_class_in_a_script_without_guard(data: Path, tmp_path: Path) -> None:
     """L8: it stops once, in the caller's own terminal, and is told how to write it."""
     done = run(tmp_path, data, """
@@ -405,7 +406,8 @@ RANKS = """
 """
 
 
-@pytest.mark.parametrize("guard", ["", pytest.param('if __name__ == "__main__":', marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("guard", ["", 'if __name__ == "__main__":'])
 def test_script_under_torchrun(data: Path, tmp_path: Path, guard: str) -> None:
     """L14, B4: it is a rank and starts nothing; all ranks get the same results and have the best weights loaded."""
     path = write_script(tmp_path, RANKS)

@@ -148,6 +148,7 @@ def test_two_runs_at_once(pair: tuple[Path, list[Ended]]) -> None:
     assert (folder / "runs/run/results.csv").read_bytes() == (folder / "runs/run2/results.csv").read_bytes()
 
 
+@pytest.mark.slow
 def test_as_under_torchrun(data: Path, pair: tuple[Path, list[Ended]], tmp_path: Path) -> None:
     """L4, B4: the workers do what the ranks of a launcher do, bit for bit; the batch is found by rank 0 for all.
 

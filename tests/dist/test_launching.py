@@ -283,6 +283,7 @@ def job_with_a_free_port() -> int:
     raise AssertionError("a thousand ports are taken")
 
 
+@pytest.mark.slow
 def test_two_tasks_of_a_slurm_step(data: Path, trained: Trained, tmp_path: Path) -> None:
     """No torchrun: what srun sets is enough (ultralytics/yolov5#12429, #16892 of ultralytics/ultralytics)."""
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
@@ -346,6 +347,7 @@ def cable(tmp_path: Path) -> Iterator[Network]:
         yield made
 
 
+@pytest.mark.slow
 def test_two_machines_with_addresses_of_their_own(cable: Network, data: Path, trained: Trained, tmp_path: Path) -> None:
     """L3: no rank may listen where only its own machine reaches it, though its name leads there."""
     arguments = line(data, tmp_path / "runs", "exp", scratch("--dist-timeout 100"))

@@ -241,6 +241,7 @@ def test_machines_with_different_labels(tmp_path: Path) -> None:
 # --- Random numbers, and mistakes that one rank finds ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ranks_draw_different_numbers(tmp_path: Path) -> None:
     """R2: one image, seen 12 times by two ranks, never twice the same; a rank alone sees those very ones.
 

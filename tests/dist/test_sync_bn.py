@@ -22,7 +22,9 @@ TOLERANCES = {
 }
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, pytest.param(4, marks=pytest.mark.slow)], ids="{}-ranks".format)
+@pytest.fixture(
+    scope="module", params=[1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))], ids="{}-ranks".format
+)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found; one start for all tests."""
     path = tmp_path_factory.mktemp("sync_bn") / "figures.json"
