@@ -17,9 +17,7 @@ is the time from the command to the first batch.
 import argparse
 import contextlib
 import io
-import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,6 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import train
+from benchmarks.measuring import Row, format_rows, milliseconds, ratios, write_rows
 from utils.checkpoint_writer import Outcome
 from utils.config import ROOT
 from utils.data_config import build_train_config
@@ -168,59 +167,41 @@ def started(command: list[str]) -> float:
     return time.perf_counter() - start
 
 
-def spread(values: list[float], limit: float) -> dict[str, float]:
-    """Return median, range and limit."""
-    return {"median": statistics.median(values), "low": min(values), "high": max(values), "limit": limit}
-
-
-def summarize(copies: Mapping[str, Any], starts: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+def summarize(copies: Mapping[str, Any], starts: Mapping[str, list[float]]) -> list[Row]:
     """Return the ratios, each of the same round."""
-    rows = {}
+    rows = []
     for cfg, figures in copies.items():
-        seconds = figures["seconds"]
+        taken = figures["seconds"]
+        note = f"{figures['tensors']} tensors, {figures['bytes'] / 1e6:.0f} MB: {milliseconds(taken)}"
         for name in ("write", "save"):
-            ratios = [spent / least for spent, least in zip(seconds[name], seconds["memcpy"], strict=True)]
-            rows[f"{cfg}, {name} / memcpy"] = spread(ratios, COPY_LIMIT)
+            found = ratios(taken[name], taken["memcpy"])
+            rows.append(Row("C15", f"{cfg}: {name} / memcpy", found, COPY_LIMIT, at_least=False, note=note))
+            note = ""
     if starts[FRESH]:
-        ratios = [after / before for after, before in zip(starts[RESUMED], starts[FRESH], strict=True)]
-        rows["start, resumed / new"] = spread(ratios, START_LIMIT)
+        found = ratios(starts[RESUMED], starts[FRESH])
+        note = milliseconds(starts)
+        rows.append(Row("C15", "start of a resumed run / of a new one", found, START_LIMIT, at_least=False, note=note))
     return rows
-
-
-def report(
-    copies: Mapping[str, Any], starts: Mapping[str, list[float]], rows: Mapping[str, Mapping[str, float]]
-) -> None:
-    """Print everything."""
-    for cfg, figures in copies.items():
-        shown = ", ".join(f"{name} {statistics.median(its) * 1e3:.1f} ms" for name, its in figures["seconds"].items())
-        print(f"{cfg}: {figures['tensors']} tensors, {figures['bytes'] / 1e6:.0f} MB; {shown}")
-    if starts[FRESH]:
-        print("start: " + ", ".join(f"{name} {statistics.median(its):.2f} s" for name, its in starts.items()))
-    for name, row in rows.items():
-        verdict = "within" if row["median"] <= row["limit"] else "OVER"
-        print(
-            f"{name:<32}{row['median']:8.2f}  (range {row['low']:.2f} to {row['high']:.2f}, {verdict} the limit of "
-            f"{row['limit']})"
-        )
 
 
 def main() -> None:
     """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="shapes.yaml", help="data set YAML")
+    parser.add_argument("--data", default="", help="data set YAML; default: the built-in one")
     parser.add_argument("--cfg", nargs="+", default=["yolov5n.yaml", "yolov5s.yaml"], help="network YAMLs")
     parser.add_argument("--rounds", type=int, default=15, help="rounds that count")
     parser.add_argument("--starts", type=int, default=5, help="starts of each kind that count, of the first network")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--rows", type=Path, help="also write the lines here, as JSON")
     options = parser.parse_args()
+    options.data = options.data or "shapes.yaml"
     if options.rounds < 1 or options.starts < 0:
         raise UserError("--rounds must be at least 1, --starts at least 0")
     copies = {cfg: measure_copies(options.data, cfg, options.rounds) for cfg in options.cfg}
     starts = measure_starts(options.data, options.cfg[0], options.starts)
     rows = summarize(copies, starts)
-    report(copies, starts, rows)
-    if options.json:
-        options.json.write_text(json.dumps({"copies": copies, "starts": starts, "ratios": rows}, indent=2) + "\n")
+    print(format_rows(rows))
+    if options.rows:
+        write_rows(rows, options.rows)
 
 
 if __name__ == "__main__":
