@@ -151,6 +151,7 @@ class Run:
     unreadable: UnreadableImages
     proven: tuple[float, int] = (-1.0, 0)  # best_fitness and best_epoch as of best.pt
     weights: StateView | None = None  # what checkpoints take of the network; made by the first one
+    facts: dict[str, Any] = field(default_factory=dict)  # what they hold besides and that never changes; likewise
     just_saved: bool = False  # at the end of the window before; the same on all ranks
     saved_at: float = field(default_factory=time.monotonic)  # when a checkpoint was last taken
 
@@ -273,7 +274,7 @@ def _norm_buffers(run: Run) -> list[Tensor]:
 def run_state(run: Run) -> dict[str, Any]:
     """Return everything that moves, and what it takes to build the run again; the format of our checkpoints."""
     if run.weights is None:
-        run.weights = StateView(run.raw_model)
+        run.weights, run.facts = StateView(run.raw_model), _facts(run)
     return {
         "state": dataclasses.asdict(run.state),
         "model": run.weights.tensors(),
@@ -283,6 +284,13 @@ def run_state(run: Run) -> dict[str, Any]:
         "meters": None,  # of each rank, in the middle of an epoch
         "rank_buffers": None,  # of each rank, in the middle of an epoch without SyncBN
         "rng": rng_state(run.env.device),
+        **run.facts,
+    }
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """Return what a run is: its settings, its network, its data."""
+    return {
         "spec": run.raw_model.yaml,
         "names": run.raw_model.names,
         "config": config_to_dict(run.config),
