@@ -642,4 +642,4 @@ def test_the_second_copy_takes_the_place_of_the_first() -> None:
     copies.take(state)
     places = [tensor.data_ptr() for tensor in copies.take(state).values()]
     assert [tensor.data_ptr() for tensor in copies.take(state).values()] == places
-    assert places[1] == places[0] + state["a"].nbytes
+    assert places[0] == places[1] + state["b"].nbytes  # the smaller one first
