@@ -262,12 +262,12 @@ def set_up(
     if sync_bn:
         convert_sync_bn(raw_model, env)
         run.buffers = BufferSnapshot(raw_model)
+    images = family.inputs.blank(raw_model, env.device)
     if can_compile(config, env, sync_bn):
-        sample = family.inputs.blank(raw_model, env.device, plan.local_batch, imgsz)
-        compiled = compile_network(raw_model, sample, run.precision)
+        images = family.inputs.blank(raw_model, env.device, plan.local_batch, imgsz)  # others would be compiled anew
+        compiled = compile_network(raw_model, images, run.precision)
         get_logger().info(format_lines([("compile", compiled.describe(batches_per_epoch))]))
-    blank = family.inputs.blank(raw_model, env.device)
-    run.model = wrap(raw_model, env, run.precision, blank, config.grad_compress)
+    run.model = wrap(raw_model, env, run.precision, images, config.grad_compress)
     copies = replica_devices(config.dp, config.device, env)
     if copies:
         run.model = replicate(raw_model, run.precision, copies, plan.global_batch)
@@ -619,8 +619,13 @@ def load_best(run: Run) -> int | None:
 def strip_best(run: Run) -> None:
     """Strip the best checkpoint to what is needed for use; rank 0's work, and the last of a run: see `utils.resume`."""
     best, last = run.weights_dir / "best.pt", run.weights_dir / "last.pt"
+
+    def strip() -> None:
+        check_claim(run.run_dir)
+        strip_checkpoint(best if best.exists() else last, best)
+
     try:
-        run.writer.write_now(functools.partial(strip_checkpoint, best if best.exists() else last, best))
+        run.writer.write_now(strip)
     except OSError as error:
         get_logger().warning(f"{best} still holds the state of the run besides its weights: {error}")
 

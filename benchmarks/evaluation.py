@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.measuring import Options, Row, milliseconds, ratios, run_group, take_turns
 from utils.boxes import cxcywh_to_xyxy, non_max_suppression
-from utils.coco_metrics import AREAS, CocoMetrics, Found, Truth, coco_metrics
+from utils.coco_metrics import AREAS, MAX_DETECTIONS, CocoMetrics, Found, Truth, coco_metrics
 from utils.errors import UserError, run_cli
 from utils.metrics import IOU_THRESHOLDS, ClassMetrics, ap_per_class, match_detections
 
@@ -112,9 +112,10 @@ class Pycocotools:
         """AP (areas, classes, T); -1 where there are no labels."""
         with contextlib.redirect_stdout(io.StringIO()):  # what it says of its progress
             evaluation = self._evaluation(self._truth, self._found, "bbox")
+            evaluation.params.maxDets = [MAX_DETECTIONS]  # by default it also scores the best one and ten of each image
             evaluation.evaluate()
             evaluation.accumulate()
-        return evaluation.eval["precision"][..., -1].mean(axis=1).transpose(2, 1, 0)  # of (T, 101, classes, areas, 3)
+        return evaluation.eval["precision"][..., 0].mean(axis=1).transpose(2, 1, 0)  # of (T, 101, classes, areas, 3)
 
 
 def _plain(columns: Found | Truth) -> Any:

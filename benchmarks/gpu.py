@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import functools
 import io
+import math
 import tempfile
 import time
 import warnings
@@ -31,13 +32,14 @@ from benchmarks.train_step import MANY_EPOCHS, WARMED_UP, BareSteps, Repeated, l
 from models.yolo import count_flops
 from utils.boxes import non_max_suppression
 from utils.data_config import build_train_config
-from utils.dataloaders import Batch
+from utils.dataloaders import PREFETCH_BATCHES, Batch, choose_num_workers
 from utils.errors import UserError, run_cli
 from utils.optim import param_groups
 from utils.steps import MAX_GRAD_NORM, Precision, guarded_step
 from utils.torch_utils import process_group
 
 BF16_BYTES = 2
+MANY_TIMES = 5  # what the loader has ready when a round begins
 PRODUCT, COPIED = 8192, 1 << 30  # side of the matrix product; bytes of a copy
 
 
@@ -137,26 +139,32 @@ class Bench:
         run, machine = self.run, self.machine
         layouts = {"channels last": torch.channels_last, "contiguous": torch.contiguous_format}
         names = ["bf16", "fp16", "off"] if machine.device.type == "cuda" else [run.precision.name]
+        ahead = PREFETCH_BATCHES * choose_num_workers(run.config.workers, 1, run.plan.local_batch)
+        epochs = math.ceil(MANY_TIMES * ahead / run.schedule.batches_per_epoch) or 1
+        bare = machine.waited(BareSteps(run, self.batch, run.precision, torch.channels_last))
         contestants: dict[str, Callable[[], None]] = {
             "loop": self.looping(),
-            "epoch": machine.waited(lambda: loop_epochs(run, self.batches)),
+            "epoch": machine.waited(lambda: loop_epochs(run, self.batches, epochs)),
+            "settling": bare,  # beside loader processes that fill their queues again; not looked at
         }
         for name in names:
             for layout, value in layouts.items():
                 contestants[f"{name} {layout}"] = machine.waited(BareSteps(run, self.batch, Precision(name), value))
         with contextlib.redirect_stderr(io.StringIO()):  # the progress lines of the epochs
             taken = take_turns(contestants, rounds)
-        bare = taken[f"{run.precision.name} channels last"]
+        del taken["settling"]
+        taken["epoch"] = [seconds / epochs for seconds in taken["epoch"]]
+        bare_taken = taken[f"{run.precision.name} channels last"]
         best = [min(spent) for spent in zip(*(taken[name] for name in contestants if " " in name), strict=True)]
-        arithmetic = 3 * 2 * count_flops(run.raw_model, run.imgsz) * self.in_epoch / machine.flops
+        arithmetic = 3 * count_flops(run.raw_model, run.imgsz) * self.in_epoch / machine.flops
         memory = 3 * moved_bytes(run.raw_model, self.images) / len(self.images) * self.in_epoch / machine.bytes
         limit = max(arithmetic, memory)
         said = ", ".join(f"{name} {self.in_epoch / min(spent):.0f}" for name, spent in taken.items())
         which = "memory" if memory > arithmetic else "arithmetic"
         return [
-            Row("G1", f"limit ({which}) / bare step", ratios([limit] * rounds, bare), note=f"images/s: {said}"),
-            Row("G1", "training loop / bare step", ratios(taken["loop"], bare), 1.02, at_least=False),
-            Row("G2", "best of the cells / the default's", ratios(best, bare), 0.95),
+            Row("G1", f"limit ({which}) / bare step", ratios([limit] * rounds, bare_taken), note=f"images/s: {said}"),
+            Row("G1", "training loop / bare step", ratios(taken["loop"], bare_taken), 1.02, at_least=False),
+            Row("G2", "best of the cells / the default's", ratios(best, bare_taken), 0.95),
             Row("G6", "epoch with its loader / loop on one batch", ratios(taken["epoch"], taken["loop"]), 1.12,
                 at_least=False),
         ]  # fmt: skip

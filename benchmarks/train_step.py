@@ -108,8 +108,9 @@ def measure(config: TrainConfig, rounds: int) -> dict[str, list[float]]:
         batch = next(batches)  # its images are as good as noise for timing, its targets are real
         run.state.batch = 1
         looping = dataclasses.replace(run, state=train.TrainState(epoch=WARMED_UP))
+        bare = BareSteps(run, batch, run.precision, torch.channels_last)
         contestants: dict[str, Callable[[], None]] = {
-            "bare": BareSteps(run, batch, run.precision, torch.channels_last),
+            "bare": bare,
             "plain": BareSteps(run, batch, Precision("off"), torch.contiguous_format),
             "loop": lambda: loop_epochs(looping, Repeated(batch, looping)),
             "epoch": lambda: loop_epochs(run, batches, EPOCHS_A_ROUND),
@@ -120,6 +121,8 @@ def measure(config: TrainConfig, rounds: int) -> dict[str, list[float]]:
             for name, work in contestants.items():
                 with contextlib.redirect_stderr(io.StringIO()):  # the progress lines of the epochs
                     spent = seconds(work, env.device)
+                if name == "epoch":
+                    bare()  # beside loader processes that fill their queues again; it does not count
                 if number:
                     taken[name].append(spent / images / (EPOCHS_A_ROUND if name == "epoch" else 1))
     return taken

@@ -39,8 +39,8 @@ class Small(nn.Module):
     [
         ({}, CPU, True, None),
         ({"compile": True}, CPU, False, ""),
-        ({"compile": True}, torch.device("cuda"), True, ""),
-        ({"compile": True}, CPU, True, "ranks on the CPU exchange statistics in the middle of it; --no-sync-bn goes"),
+        ({"compile": True}, torch.device("cuda"), False, ""),
+        ({"compile": True}, CPU, True, "ranks exchange statistics in the middle of it (SyncBN); --no-sync-bn goes"),
         ({"compile": True}, torch.device("mps"), False, "torch.compile is not used on mps"),
         ({"compile": True, "dp": True}, CPU, False, "--dp makes new copies of the network for each batch"),
         ({"compile": True, "cuda_graph": True}, CPU, False, "--cuda-graph captures the network as it is"),

@@ -40,6 +40,8 @@ class Clock:
 def test_is_said_once_and_only_where_it_is_so(said: Callable[[], list[str]]) -> None:
     clock = Clock()
     pace = Pace(DistEnv(), lambda: clock.waited, "what helps: more --workers", filling=False)
+    clock.epoch(pace, 0.2, 0.1)  # with the start of the processes in it
+    assert said() == []
     clock.epoch(pace, 0.02, 0.28)
     assert said() == []
     clock.epoch(pace, 0.03, 0.0)  # too short to tell
@@ -56,8 +58,9 @@ def test_is_said_once_and_only_where_it_is_so(said: Callable[[], list[str]]) -> 
 def test_an_epoch_that_fills_a_cache_tells_nothing(said: Callable[[], list[str]]) -> None:
     clock = Clock()
     pace = Pace(DistEnv(), lambda: clock.waited, "", filling=True)
-    clock.epoch(pace, 0.2, 0.1)
-    assert said() == []
+    for _ in range(2):
+        clock.epoch(pace, 0.2, 0.1)
+        assert said() == []
     clock.epoch(pace, 0.2, 0.1)
     assert len(said()) == 1
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
+import os
 import weakref
 from typing import Any
 
@@ -38,7 +39,7 @@ class BatchSlots:
         self._memory = mmap.mmap(-1, flags + workers * slots * self._size)  # untouched pages take no memory
         self._taken = np.ndarray(workers * slots, np.uint8, self._memory)
         self._start = flags
-        self._key = next(_KEYS)
+        self._key, self._owner = next(_KEYS), os.getpid()
         _OPEN[self._key] = self
 
     def take(self, worker: int, shape: tuple[int, ...]) -> Placed | Carried:
@@ -55,8 +56,9 @@ class BatchSlots:
         return np.ndarray(shape, np.uint8, self._memory, self._start + slot * self._size)
 
     def release(self, slot: int) -> None:
-        """Give a slot back."""
-        self._taken[slot] = 0
+        """Give a slot back; the business of the process that made the slots, whose children have batches as well."""
+        if os.getpid() == self._owner:
+            self._taken[slot] = 0
 
 
 class Placed:

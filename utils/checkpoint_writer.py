@@ -15,6 +15,7 @@ from utils.heartbeat import Phase, beat, beating
 from utils.logging import get_logger
 
 ONE_THREAD = 1 << 15  # values; torch shares more than that out among threads (at::internal::GRAIN_SIZE)
+ON_DEVICE = 1 << 24  # values of a part on a device: 64 MiB of float32
 PATIENCE = 600  # seconds for which a write is slow rather than stuck
 
 
@@ -164,7 +165,7 @@ class StateCopies:
     def take(self, state: Any) -> Any:
         """Copy nested dicts, lists and tuples and the tensors in them; the copy before is overwritten.
 
-        What stands in a state twice stands twice in its copy.
+        A tensor that stands in a state twice is one tensor in its copy, too.
         """
         before, self._others = self._others, {}
         copied = self._copied(state)
@@ -245,13 +246,13 @@ def _alike(sources: list[Tensor]) -> list[list[Tensor]]:
     """Divide tensors into parts of one device and dtype, in which order does not matter.
 
     On the CPU large ones stay by themselves, and small ones come together for as long as torch joins them in one
-    thread, which takes a tenth of the time per tensor.
+    thread, which takes a tenth of the time per tensor. On a device a part is joined there first, and needs its memory.
     """
     parts: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
     for source in sorted(sources, key=lambda tensor: tensor.numel()):
         of_kind = parts.setdefault((source.device, source.dtype), [[]])
         together = sum(tensor.numel() for tensor in of_kind[-1]) + source.numel()
-        if of_kind[-1] and source.device.type == "cpu" and together >= ONE_THREAD:
+        if of_kind[-1] and together >= (ONE_THREAD if source.device.type == "cpu" else ON_DEVICE):
             of_kind.append([])
         of_kind[-1].append(source)
     return [part for of_kind in parts.values() for part in of_kind if part]

@@ -26,8 +26,7 @@ def can_compile(config: TrainConfig, env: DistEnv, sync_bn: bool) -> bool:
     """Whether ``--compile`` was asked for and works here; if only that it was asked for, a line says why not."""
     reasons = {
         f"torch.compile is not used on {env.device}": env.device.type not in DEVICES,
-        "ranks on the CPU exchange statistics in the middle of it; --no-sync-bn goes without": sync_bn
-        and env.device.type == "cpu",
+        "ranks exchange statistics in the middle of it (SyncBN); --no-sync-bn goes without": sync_bn,
         "--dp makes new copies of the network for each batch": config.dp,
         "--cuda-graph captures the network as it is": config.cuda_graph,
         "--multi-scale changes the size of the images, each would be compiled anew": config.multi_scale,

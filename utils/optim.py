@@ -62,7 +62,7 @@ class _GradientsInMemoryOrder:
     ) -> Any:
         found = super()._init_group(group, parameters, gradients, *others)  # type: ignore[misc]
         if group["fused"]:
-            gradients[:] = [_in_memory_order(gradient) for gradient in gradients]
+            gradients[:] = [_in_memory_order(its, of) for its, of in zip(gradients, parameters, strict=True)]
         return found
 
 
@@ -78,11 +78,11 @@ class _AdamW(_GradientsInMemoryOrder, AdamW):
     pass
 
 
-def _in_memory_order(gradient: Tensor) -> Tensor:
-    """Return a channels-last gradient on the CPU with its dimensions in the order of memory, others as they are."""
-    if gradient.device.type != "cpu" or gradient.dim() != 4 or gradient.is_contiguous():
+def _in_memory_order(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return the gradient of a channels-last parameter on the CPU in the order of memory, others as they are."""
+    if gradient.device.type != "cpu" or gradient.dim() != 4 or gradient.stride() != parameter.stride():
         return gradient
-    return gradient.permute(0, 2, 3, 1)
+    return gradient.permute(0, 2, 3, 1) if gradient.is_contiguous(memory_format=torch.channels_last) else gradient
 
 
 def build_optimizer(model: nn.Module, name: str, hyp: Hyp, plan: BatchPlan) -> Optimizer:

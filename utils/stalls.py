@@ -131,12 +131,13 @@ class Pace:
         env: this rank's place.
         waited: gives the seconds for which this rank has waited for images so far.
         remedies: what makes images come faster, for the message.
-        filling: whether the first epoch also fills a cache; it does not tell then how the others will be.
+        filling: whether an epoch also fills a cache. The first one, in which the loader starts, tells nothing of the
+            others, and then neither does the second.
     """
 
     def __init__(self, env: DistEnv, waited: Callable[[], float], remedies: str, *, filling: bool) -> None:
         self._env, self._waited, self._remedies = env, waited, remedies
-        self._unjudged, self._said = int(filling), False
+        self._unjudged, self._said = 1 + int(filling), False
 
     @contextmanager
     def epoch(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from utils.checkpoint_files import check_finite, load_checkpoint, previous_path, write_checkpoint
 from utils.devices import as_typed, parse_device
-from utils.errors import DivergedError, LostPeerError, Problems, UserError
+from utils.errors import ENDS, DivergedError, LostPeerError, Problems, UserError
 from utils.heartbeat import begun, collective, waiting
 from utils.logging import get_logger
 from utils.network import interface_towards, ipv4_addresses
@@ -197,6 +197,8 @@ def process_group(
     try:
         yield env
         barrier(env)  # whoever leaves first would take the meeting point along
+    except ENDS:  # said by us, whatever the words
+        raise
     except RuntimeError as error:
         if not any(words in str(error) for words in LOST):
             raise
@@ -310,9 +312,9 @@ def _loss(error: str, env: DistEnv, timeout: float) -> str:
         timeout: ``--dist-timeout``, seconds.
     """
     reason = re.sub(r"^\[[^]]*\] *", "", error)  # without the place in Gloo's sources
+    missing = _roll_call(env)  # by all that are left: the first whose patience is over takes the others along
     if not any(words in error for words in TIMED_OUT):
         return f"rank {env.rank} lost another rank, which ended or was cut off: {reason}"
-    missing = _roll_call(env)
     if missing is None:
         lost = f"rank 0: {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} can't be reached any more"
     elif missing:
@@ -332,20 +334,17 @@ def _roll_call(env: DistEnv) -> list[int] | None:
     answers: list[list[int]] = []
 
     def call() -> None:
-        with suppress(RuntimeError, IndexError):
+        with suppress(RuntimeError, IndexError):  # the place where all met may go while they are asked
             store, end = _board[0], time.monotonic() + ROLL_CALL
             store.set(f"here {env.rank}", "")
-            while True:
-                missing = [rank for rank in range(env.world_size) if not store.check([f"here {rank}"])]
-                if not missing or time.monotonic() > end:
-                    answers.append(missing)
-                    return
+            while not answers or (answers[-1] and time.monotonic() < end):
+                answers.append([rank for rank in range(env.world_size) if not store.check([f"here {rank}"])])
                 time.sleep(0.1)
 
     asking = Thread(target=call, daemon=True)  # without an answer it never comes back
     asking.start()
     asking.join(2 * ROLL_CALL)
-    return answers[0] if answers else None
+    return answers[-1] if answers else None
 
 
 NCCL_HINT = (
