@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.common import PROJECT
-from tests.dist.launch import HEADER, descendants, free_port, kill, start, torchrun, wait_for, wait_for_end
+from tests.dist.launch import HEADER, descendants, free_port, kill, ranks_of, start, torchrun, wait_for, wait_for_end
 from tests.runs import flags, make_data
 from utils.torch_utils import load_checkpoint
 
@@ -93,6 +93,25 @@ def test_stopped_rank(data: Path, tmp_path: Path) -> None:
     assert_ended(status, said, rf"rank 1 is stopped \(process {everyone[1]}.*it has been in [a-z-]+ for \d s")
     assert re.search(rf"rank 1 in .*, process {everyone[1]}: does not answer: it is stopped", said)
     assert re.search(rf"rank 0 in .*waiting for others, process {everyone[0]}:\n.*most recent call first", said)
+
+
+@pytest.mark.slow
+def test_who_is_lost_among_three(data: Path, tmp_path: Path) -> None:
+    """The first rank whose patience is over takes the others along: none of them counts as lost."""
+    limits = "--epochs 500 --batch 6 --stall-warning 0 --stall-timeout 0 --dist-timeout 6"
+    run = start([*flags(data, tmp_path, limits), "--device", "cpu,cpu,cpu"], tmp_path, tmp_path / "said")
+    wait_for("1/500 100%", run, tmp_path / "said")
+    everyone = descendants(run.pid)
+    os.kill(ranks_of(run.pid)[2], signal.SIGSTOP)
+    try:
+        assert run.wait(LIMIT) == 1
+    finally:
+        for pid in everyone:
+            kill(pid)
+    said = (tmp_path / "said").read_text()
+    lost = re.findall(r"rank [01] lost (.*?)[;,:]", said)
+    assert lost and set(lost) <= {"rank 2", "another rank"}, said
+    assert "rank 2" in lost, said
 
 
 @pytest.mark.parametrize(
