@@ -54,9 +54,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args(argv)
     options.only = options.only.split(",")
-    unknown = [name for name in options.only if name not in GROUPS]
-    if unknown or options.rounds < 1:
-        raise UserError(f"--only takes some of {', '.join(GROUPS)}, separated by commas; --rounds at least 1")
+    for name in options.only:
+        if name not in GROUPS:
+            raise UserError(f"--only {name!r} is no group; take some of {', '.join(GROUPS)}, separated by commas")
+    if options.rounds < 1:
+        raise UserError(f"--rounds {options.rounds}: must be at least 1")
+    if options.json and not options.json.absolute().parent.is_dir():
+        raise UserError(f"--json {options.json}: there is no folder {options.json.absolute().parent}")
     return options
 
 

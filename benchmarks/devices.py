@@ -140,12 +140,12 @@ def table(epochs: Mapping[int, Epoch]) -> list[str]:
     """Return lines: what was measured beside what is published, one for each number of devices of either."""
     columns = ("devices", "epoch", "speed-up", "images/s", "GB each", "validation", "YOLOv5:", "epoch", "speed-up")
     lines = ["".join(f"{word:>14}" for word in columns)]
-    least = min(epochs, default=1)
     for count in sorted({*epochs, *PUBLISHED}):
         if count in epochs:
             epoch = epochs[count]
-            rate, first = epoch.images / epoch.seconds, epochs[least].images / epochs[least].seconds
-            own = [time(epoch.seconds), f"{least * rate / first:.2f}", f"{rate:.1f}", f"{epoch.memory:.1f}"]
+            rate = epoch.images / epoch.seconds
+            gain = f"{rate / (epochs[1].images / epochs[1].seconds):.2f}" if 1 in epochs else NOT_MEASURED
+            own = [time(epoch.seconds), gain, f"{rate:.1f}", f"{epoch.memory:.1f}"]
             own += [time(epoch.val_seconds)]
         else:
             own = [NOT_MEASURED, "", "", "", ""]

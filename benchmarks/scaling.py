@@ -299,6 +299,8 @@ def main() -> None:
     target = options.pop("out")
     others = {name: options.pop(name) for name in ("devices", "device", "workers")}
     settings = Settings(**options)
+    if target and not target.absolute().parent.is_dir():
+        raise UserError(f"--out {target}: there is no folder {target.absolute().parent}")
     if others["devices"]:
         shared = {name: options[name] for name in ("data", "cfg", "imgsz", "local_batch", "amp")}
         measure_devices(DeviceSettings(**shared, **others), target)

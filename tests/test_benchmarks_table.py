@@ -54,10 +54,20 @@ def test_rows_survive_a_file(tmp_path: Path) -> None:
     ]
 
 
-def test_a_group_that_is_none() -> None:
-    done = benchmarks("--only", "loader,lables")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "loader,lables"], "--only 'lables' is no group; take some of start, loader, labels,"),
+        (["--rounds", "0"], "--rounds 0: must be at least 1"),
+        (["--json", "/nowhere/at/all.json"], "--json /nowhere/at/all.json: there is no folder /nowhere/at"),
+    ],
+)
+def test_mistakes(words: list[str], said: str) -> None:
+    """Before anything is measured."""
+    done = benchmarks(*words)
     assert done.returncode == USER_ERROR
-    assert done.stderr.startswith("error: --only takes some of start, loader, labels,")
+    assert done.stderr.startswith(f"error: {said}")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would measure")

@@ -64,7 +64,9 @@ class Measured:
                 truth.append({"id": len(truth) + 1, **one, **box})
         content = {
             "info": {},
-            "images": [{"id": i + 1, "width": 640, "height": 480} for i in range(COUNT)],
+            "images": [
+                {"id": i + 1, "file_name": f"{i + 1:06}.jpg", "width": 640, "height": 480} for i in range(COUNT)
+            ],
             "categories": [{"id": i, "name": name} for i, name in enumerate(NAMES)],
             "annotations": truth,
         }
@@ -195,6 +197,15 @@ def test_coco_metrics(bccd: Measured, capsys: pytest.CaptureFixture[str]) -> Non
     assert "can't be used" not in said
     assert figures["AP50"] == pytest.approx(bccd.evaluation.metrics.map50, abs=0.03)
     assert figures["AP"] == pytest.approx(bccd.evaluation.metrics.map, abs=0.03)
+
+    # Images are told by their names: other ids, all of them those of other images.
+    shifted = json.loads(json.dumps(content))
+    for one in shifted["images"]:
+        one["id"] += 1
+    for one in shifted["annotations"]:
+        one["image_id"] += 1
+    path.write_text(json.dumps(shifted))
+    assert measured()[0] == pytest.approx(figures, abs=1e-9)
 
     path.unlink()
     of_labels, said = measured()

@@ -187,7 +187,7 @@ def coco_score(
     source, truth = "label files", labels_as_truth(images)
     if annotations is not None:
         try:
-            source, truth = annotations.name, read_truth(annotations, images, image_ids(index), names)
+            source, truth = annotations.name, read_truth(annotations, images, index, names)
         except (OSError, ValueError, KeyError, TypeError) as error:  # somebody else's file
             reason = f"{type(error).__name__}: {error}"
             logger.warning(f"--coco-metrics: {annotations} can't be used, the label files are instead; {reason}")
@@ -211,15 +211,13 @@ def labels_as_truth(images: Sequence[ImageResult]) -> Truth:
     return Truth(number, rows[:, 0].astype(np.int64), boxes, boxes[:, 2] * boxes[:, 3], np.zeros(len(rows), bool))
 
 
-def read_truth(
-    annotations: Path, images: Sequence[ImageResult], image_ids: Sequence[int | str], names: Sequence[str]
-) -> Truth:
-    """Read the annotations of some images; categories are told by their names.
+def read_truth(annotations: Path, images: Sequence[ImageResult], index: LabelIndex, names: Sequence[str]) -> Truth:
+    """Read the annotations of some images; images and categories are told by their names.
 
     Args:
         annotations: in COCO's format.
         images: that were looked at.
-        image_ids: COCO's id of each image of the split.
+        index: of the split.
         names: class names.
 
     Raises:
@@ -227,11 +225,14 @@ def read_truth(
         OSError: it can't be read.
     """
     content = json.loads(annotations.read_text(encoding="utf-8"))
-    known = {one["id"] for one in content["images"]}
-    number = {image_ids[image.index]: image.index for image in images}
-    unknown = [one for one in number if one not in known]
+    ids = {Path(one["file_name"]).stem: one["id"] for one in content["images"]}
+    stems = {image.index: Path(index.path(image.index)).stem for image in images}
+    if len(set(stems.values())) < len(stems):
+        raise ValueError("some images have the same name in different folders")
+    unknown = [stem for stem in stems.values() if stem not in ids]
     if unknown:
         raise ValueError(f"{len(unknown)} images are not in it, such as {unknown[0]}")
+    number = {ids[stem]: i for i, stem in stems.items()}
     category = {one["id"]: one["name"] for one in content["categories"]}
     chosen = [one for one in content["annotations"] if one["image_id"] in number]
     strange = {category[one["category_id"]] for one in chosen} - set(names)
@@ -301,6 +302,9 @@ def _stats(
     unknown = sorted({str(one) for one in image_ids} - {str(one) for one in truth.getImgIds()})
     if unknown:
         raise ValueError(f"{len(unknown)} images are not in it, such as {unknown[0]}")
+    for one in truth.loadImgs(list(image_ids)):
+        if image_id(one["file_name"]) != one["id"]:
+            raise ValueError(f"it gives {one['file_name']} the id {one['id']}; ids have to be the numbers in the names")
     strange = {one["category_id"] for one in results} - set(truth.getCatIds())
     if strange:
         raise ValueError(f"it has no category {min(strange)}; its categories are not the classes of the data set")
