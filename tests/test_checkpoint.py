@@ -401,7 +401,7 @@ def test_kill_at_any_moment(tmp_path: Path) -> None:
     ) as server:
         assert server.stdin is not None
         assert server.stdout is not None
-        while kills < 20 or (epoch <= 2 and kills < 100):
+        while kills < 20 or ((epoch <= 2 or interrupted <= 10) and kills < 100):
             kills += 1
             server.stdin.write(f"{epoch}\n")
             pid = int(server.stdout.readline())
@@ -418,7 +418,7 @@ def test_kill_at_any_moment(tmp_path: Path) -> None:
             half_written += bool(temporaries(tmp_path))
             epoch = state["epoch"]
         server.stdin.close()
-    assert interrupted > kills / 2  # most kills hit a save
+    assert interrupted > 10  # kills that hit a save
     assert half_written > 0
     assert epoch > 2  # some saves came through
     save_checkpoint(small_state(epoch + 1, 10), tmp_path / "last.pt")
