@@ -260,10 +260,10 @@ def write_checkpoint(
     """Write a checkpoint and swap it in; see `utils.torch_utils.save_checkpoint`, which checks the state before.
 
     Args:
-        state: see there.
-        path: see there.
-        also: see there.
-        keep_previous: see there.
+        state: of a run.
+        path: of the file.
+        also: further names for the same content.
+        keep_previous: whether the file that is replaced stays.
         check: called when the file is whole; what it raises keeps it from taking its place.
 
     Raises:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from utils.config import TrainConfig
-from utils.console import duration, format_lines
+from utils.console import duration, switched_on
 from utils.errors import UserError
 from utils.heartbeat import Phase, alive, beat
-from utils.logging import get_logger
 from utils.steps import BufferSnapshot, Precision
 from utils.torch_utils import DistEnv
 
@@ -32,10 +31,7 @@ def can_compile(config: TrainConfig, env: DistEnv, sync_bn: bool) -> bool:
         "--multi-scale changes the size of the images, each would be compiled anew": config.multi_scale,
         "--rect changes the size of the images, each would be compiled anew": config.rect,
     }
-    why = next((reason for reason, holds in reasons.items() if holds), "")
-    if config.compile and why:
-        get_logger().info(format_lines([("compile", f"off: {why}")]))
-    return config.compile and not why
+    return switched_on(config.compile, "compile", reasons)
 
 
 def check_compiler(device: torch.device) -> None:

@@ -3,12 +3,13 @@
 import platform
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from tqdm import tqdm
 
 from utils.devices import memory_usage
+from utils.logging import get_logger
 from utils.torch_utils import DistEnv
 
 PLAIN_EVERY = 60.0  # seconds between two lines of an epoch where there is no terminal
@@ -18,6 +19,20 @@ LOOK_EVERY = 10  # micro-batches between two looks at the losses: each look make
 def format_lines(lines: Iterable[tuple[str, str]]) -> str:
     """Return rows of a word and what there is to say of it, in two columns."""
     return "\n".join(f"{word:<11} {text}" for word, text in lines)
+
+
+def switched_on(asked: bool, word: str, reasons: Mapping[str, bool]) -> bool:
+    """Whether something was asked for and works here; if only that it was asked for, a line says why not.
+
+    Args:
+        asked: for it.
+        word: what the line calls it.
+        reasons: why it would not work, and whether that holds; the first that does is said.
+    """
+    why = next((reason for reason, holds in reasons.items() if holds), "")
+    if asked and why:
+        get_logger().info(format_lines([(word, f"off: {why}")]))
+    return asked and not why
 
 
 def machine(device: torch.device) -> str:

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.config import TrainConfig
-from utils.console import format_lines
-from utils.logging import get_logger
+from utils.console import switched_on
 from utils.steps import BufferSnapshot, Precision
 from utils.torch_utils import DistEnv
 
@@ -19,10 +18,7 @@ def can_capture(config: TrainConfig, env: DistEnv) -> bool:
         "--multi-scale changes the size of the images": config.multi_scale,
         "--rect changes the size of the images": config.rect,
     }
-    why = next((reason for reason, holds in reasons.items() if holds), "")
-    if config.cuda_graph and why:
-        get_logger().info(format_lines([("cuda graph", f"off: {why}")]))
-    return config.cuda_graph and not why
+    return switched_on(config.cuda_graph, "cuda graph", reasons)
 
 
 def capture(raw_model: nn.Module, images: Tensor, precision: Precision) -> None:

@@ -273,7 +273,7 @@ def _meet(env: DistEnv, timeout: timedelta) -> dist.Store:
         meeting_point = next(rendezvous("env://", timeout=min(timeout, timedelta(seconds=JOIN_TIMEOUT))))[0]
         # A launcher keeps its store: under the same names a second group would find the addresses of the first one.
         store = dist.PrefixStore(f"group {next(_groups)}", meeting_point)
-        store.set(f"started {env.rank}", "")  # --dist-timeout may be less than one rank starts later than another
+        store.set(f"started {env.rank}", "")  # ranks may start further apart than --dist-timeout
         store.wait([f"started {rank}" for rank in range(env.world_size)], timedelta(seconds=MEET_TIMEOUT))
     meeting_point.set_timeout(timeout)
     return store
@@ -312,8 +312,10 @@ def _loss(error: str, env: DistEnv, timeout: float) -> str:
         timeout: ``--dist-timeout``, seconds.
     """
     reason = re.sub(r"^\[[^]]*\] *", "", error)  # without the place in Gloo's sources
-    missing = _roll_call(env)  # by all that are left: the first whose patience is over takes the others along
-    if not any(words in error for words in TIMED_OUT):
+    timed_out = any(words in error for words in TIMED_OUT)
+    # All that are left answer: the first whose patience is over takes along others, who are not the ones that are lost.
+    missing = _roll_call(env, ROLL_CALL if timed_out else 0.0)
+    if not timed_out:
         return f"rank {env.rank} lost another rank, which ended or was cut off: {reason}"
     if missing is None:
         lost = f"rank 0: {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} can't be reached any more"
@@ -329,13 +331,13 @@ def _named(rank: int, env: DistEnv) -> str:
     return f"rank {rank}{machine}"
 
 
-def _roll_call(env: DistEnv) -> list[int] | None:
-    """Return the ranks that do not say a word within some seconds; None if the place where all met is out of reach."""
+def _roll_call(env: DistEnv, seconds: float) -> list[int] | None:
+    """Say that this rank is there, and return those that do not say so in time; None without a place to ask."""
     answers: list[list[int]] = []
 
     def call() -> None:
         with suppress(RuntimeError, IndexError):  # the place where all met may go while they are asked
-            store, end = _board[0], time.monotonic() + ROLL_CALL
+            store, end = _board[0], time.monotonic() + seconds
             store.set(f"here {env.rank}", "")
             while not answers or (answers[-1] and time.monotonic() < end):
                 answers.append([rank for rank in range(env.world_size) if not store.check([f"here {rank}"])])
@@ -343,7 +345,7 @@ def _roll_call(env: DistEnv) -> list[int] | None:
 
     asking = Thread(target=call, daemon=True)  # without an answer it never comes back
     asking.start()
-    asking.join(2 * ROLL_CALL)
+    asking.join(seconds + ROLL_CALL)
     return answers[-1] if answers else None
 
 

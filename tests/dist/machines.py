@@ -58,11 +58,11 @@ class Network(NamedTuple):
 
     def cut(self) -> None:
         """Cut the cable: packets vanish, and nobody is told."""
-        run_or_skip("ip", "-n", self.spaces[0], "link", "set", CABLE, "down")
+        subprocess.run(["ip", "-n", self.spaces[0], "link", "set", CABLE, "down"], check=True)
 
     def mend(self) -> None:
         """Mend the cable."""
-        run_or_skip("ip", "-n", self.spaces[0], "link", "set", CABLE, "up")
+        subprocess.run(["ip", "-n", self.spaces[0], "link", "set", CABLE, "up"], check=True)
 
 
 def run_or_skip(*command: str) -> str:
