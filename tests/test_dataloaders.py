@@ -8,10 +8,11 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -333,6 +334,25 @@ def test_close_ends_the_workers(index: LabelIndex) -> None:
     assert not workers & {child.pid for child in multiprocessing.active_children()}
     assert time.monotonic() - start < 5
     loader.close()
+
+
+@pytest.mark.parametrize("loader_of", [train_loader, val_loader])
+def test_close_ends_the_workers_of_a_failure_too(tmp_path: Path, loader_of: Callable[..., Any]) -> None:
+    """Also while somebody, as notebooks do, still has the exception, and with it all that it passed through."""
+    index = make_jpegs(tmp_path, mixed_shapes(6))
+    Path(index.path(4)).write_bytes(b"no image")
+    hyp = Hyp() if loader_of is train_loader else None
+    before = {child.pid for child in multiprocessing.active_children()}
+    start = time.monotonic()
+    with (
+        pytest.raises(UserError) as kept,
+        closing(loader_of(DetectionDataset(index, OFF, hyp, 64, strict=True), 6, DistEnv(), 2)) as loader,
+    ):
+        for _ in loader:
+            pass
+    assert kept.tb is not None
+    assert {child.pid for child in multiprocessing.active_children()} == before
+    assert time.monotonic() - start < 8
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from utils import augmentations
 from utils.batch_slots import BatchSlots
@@ -603,6 +604,16 @@ def _without_traceback(error: ImageError | LostDataError) -> UserError | LostDat
     return UserError(f"{said}, although it could be read when the run began (--strict); replace the image or remove it")
 
 
+def _end_workers(batches: Iterator[Batch] | None) -> None:
+    """End the processes of one of PyTorch's iterators, which does so by itself only when its last reference goes.
+
+    An exception on its way keeps references, a notebook even the last one that was shown. And if it is a cycle that
+    goes, the iterator's queues are closed before it can tell its processes to end: it then waits 10 s for each of them.
+    """
+    if isinstance(batches, _MultiProcessingDataLoaderIter):
+        batches._shutdown_workers()
+
+
 class TrainLoader(Iterator[Batch]):
     """An endless iterator of training batches; one pass over all epochs, so nothing is set anew between them.
 
@@ -648,7 +659,8 @@ class TrainLoader(Iterator[Batch]):
 
     def close(self) -> None:
         """End the worker processes."""
-        self._batches = None  # PyTorch's iterator joins its workers when its last reference goes
+        batches, self._batches = self._batches, None
+        _end_workers(batches)
         self._notes.close()
 
 
@@ -662,6 +674,7 @@ class ValLoader:
 
     def __init__(self, loader: DataLoader, notes: LoaderNotes) -> None:
         self._loader: DataLoader | None = loader
+        self._batches: Iterator[Batch] | None = None
         self._notes = notes
 
     def __len__(self) -> int:
@@ -671,7 +684,7 @@ class ValLoader:
     def __iter__(self) -> Iterator[Batch]:
         assert self._loader is not None, "the loader is closed"
         with interrupts_held():  # the first time workers are forked here
-            batches = iter(self._loader)
+            self._batches = batches = iter(self._loader)
         try:
             yield from batches
         except ImageError as error:
@@ -679,7 +692,8 @@ class ValLoader:
 
     def close(self) -> None:
         """End the worker processes."""
-        self._loader = None
+        batches, self._loader, self._batches = self._batches, None, None
+        _end_workers(batches)
         self._notes.close()
 
 
