@@ -362,8 +362,8 @@ def _relay(pipe: IO[bytes]) -> None:
 def _settings_kept() -> Iterator[None]:
     """Put back what a run sets for its whole process: variables, random numbers, torch's choice of kernels."""
     variables, python, numpy_state = dict(os.environ), random.getstate(), np.random.get_state()
-    torch_state, repeatable = torch.get_rng_state(), torch.are_deterministic_algorithms_enabled()
-    warns_only, cudnn = torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.deterministic
+    torch_state, repeatable = torch.get_rng_state(), torch.get_deterministic_debug_mode()
+    cudnn = torch.backends.cudnn.deterministic
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
         yield
@@ -373,7 +373,7 @@ def _settings_kept() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
-        torch.use_deterministic_algorithms(repeatable, warn_only=warns_only)
+        torch.set_deterministic_debug_mode(repeatable)
         torch.backends.cudnn.deterministic = cudnn
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 

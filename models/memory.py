@@ -1,15 +1,14 @@
 """Whether a batch fits into memory: an estimate for the CPU, one probing step on a GPU."""
 
 import torch
-from torch import Tensor
 
-from models.yolo import DetectionModel, run_on_meta
+from models.shapes import Costs, Map, follow
+from models.yolo import DetectionModel
 from utils.errors import UserError
 from utils.image_cache import free_memory
 from utils.steps import BufferSnapshot, Precision
 
 COPIES = 4  # of the weights: raw, gradient, momentum, average
-PROBE_IMAGES = 2  # BatchNorm wants more than one value
 
 
 def check_batch(raw_model: DetectionModel, batch: int, imgsz: int, precision: Precision, device: torch.device) -> None:
@@ -37,18 +36,9 @@ def saved_bytes(raw_model: DetectionModel, imgsz: int) -> int:
     Each storage counts once, weights don't. The true need is higher: the loss, gradients of activations and buffers of
     the kernels come on top.
     """
-    seen: dict[int, Tensor] = {}
-    own = {id(tensor) for tensor in raw_model.parameters()}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.dim() == 4 and len(tensor) == PROBE_IMAGES and id(tensor) not in own:
-            seen[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    images = torch.empty(PROBE_IMAGES, raw_model.channels, imgsz, imgsz, device="meta")
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        run_on_meta(raw_model, images)
-    return sum(tensor.untyped_storage().nbytes() for tensor in seen.values()) // PROBE_IMAGES
+    costs = Costs()
+    follow(raw_model, Map((1, raw_model.channels, imgsz, imgsz), costs))
+    return sum(costs.kept.values())
 
 
 def _check_estimate(raw_model: DetectionModel, batch: int, imgsz: int, precision: Precision) -> None:

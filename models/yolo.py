@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
 
 from models.common import C3, SPP, SPPF, Bottleneck, Concat, Conv
+from models.shapes import Costs, Map, follow
 from utils.errors import UserError
 
 PROBE_SIDE = 256
@@ -57,9 +56,11 @@ class Detect(nn.Module):
         self.num_outputs = 5 + num_classes
         self.num_anchors = len(anchors[0]) // 2
         self.strides = tuple(strides)
-        sizes = torch.tensor([list(level) for level in anchors], dtype=torch.float32).view(len(anchors), -1, 2)
+        # Numbers also where the weights have none (the meta device).
+        sizes = torch.tensor([list(level) for level in anchors], dtype=torch.float32, device="cpu")
+        grid = sizes.view(len(anchors), -1, 2) / torch.tensor(self.strides, device="cpu").view(-1, 1, 1)
         # (L, A, 2) widths and heights in grid units (pixels / stride), as published weights hold them
-        self.register_buffer("anchors", sizes / torch.tensor(self.strides).view(-1, 1, 1))
+        self.register_buffer("anchors", grid)
         self.m = nn.ModuleList(nn.Conv2d(width, self.num_anchors * self.num_outputs, 1) for width in channels)
         self.initialize_biases()
 
@@ -67,6 +68,8 @@ class Detect(nn.Module):
     def initialize_biases(self) -> None:
         """Start from the expected share of objects: 8 per 640 px image, all classes alike (Lin et al. 2017, 4.1)."""
         for conv, stride in zip(self.m, self.strides, strict=True):
+            if conv.weight.is_meta:
+                return
             bias = conv.get_parameter("bias").view(self.num_anchors, self.num_outputs)
             bias[:, 4] = math.log(8 / (640 / stride) ** 2)
             bias[:, 5:] = math.log(0.6 / (self.num_classes - 0.99999))
@@ -197,8 +200,8 @@ def parse_model(spec: Mapping[str, Any], num_classes: int, channels: int = 3) ->
         UserError: names the key or the row, and what is wrong with it.
     """
     check_keys(spec)
-    maps = {-1: torch.empty(2, channels, PROBE_SIDE, PROBE_SIDE, device="meta")}
-    rows: list[tuple[Row, list[Tensor]]] = []
+    maps = {-1: Map((1, channels, PROBE_SIDE, PROBE_SIDE), Costs())}
+    rows: list[tuple[Row, list[Map]]] = []
     parameters, total = 0, len(spec["backbone"]) + len(spec["head"])
     if total > MOST_ROWS:
         raise UserError(f"model YAML: {total} rows, more than {MOST_ROWS}")
@@ -388,8 +391,8 @@ def _resolve(where: str, source: Any, index: int, kind: Kind) -> tuple[int, ...]
     return tuple(one if one >= 0 else index + one for one in given)
 
 
-def _build(row: Row, inputs: Sequence[Tensor]) -> nn.Module:
-    """Make a row's module; `inputs` are the maps it reads, on the meta device."""
+def _build(row: Row, inputs: Sequence[Map]) -> nn.Module:
+    """Make a row's module; `inputs` are the maps it reads."""
     if row.kind.build is Detect:
         return _build_head(row, inputs)
     c_in = inputs[0].shape[1]
@@ -406,7 +409,7 @@ def _build(row: Row, inputs: Sequence[Tensor]) -> nn.Module:
     return stack[0] if len(stack) == 1 else nn.Sequential(*stack)
 
 
-def _build_head(row: Row, inputs: Sequence[Tensor]) -> Detect:
+def _build_head(row: Row, inputs: Sequence[Map]) -> Detect:
     """Make the head; strides come from the sizes of the maps, and anchors follow the order of the strides."""
     num_classes, anchors = row.args
     _check_anchors(anchors)
@@ -446,11 +449,10 @@ def _area(sizes: Sequence[float]) -> float:
     return sum(width * height for width, height in zip(sizes[::2], sizes[1::2], strict=True))
 
 
-def _probe(row: Row, layer: nn.Module, inputs: Sequence[Tensor]) -> Any:
-    """Run a module on the meta device, where only shapes are computed."""
+def _probe(row: Row, layer: nn.Module, inputs: Sequence[Map]) -> Any:
+    """Return the map that a row makes, or the outputs of the head."""
     try:
-        with torch.no_grad():
-            return run_on_meta(layer, list(inputs) if row.kind.joins else inputs[0])
+        return follow(layer, list(inputs) if row.kind.joins else inputs[0])
     except (TypeError, ValueError, RuntimeError, IndexError, ArithmeticError) as error:
         raise _cannot_be_built(row, error) from error
 
@@ -466,12 +468,6 @@ def _set_activation(network: nn.Module, name: Any) -> None:
     for module in network.modules():
         if isinstance(module, Conv):
             module.act = ACTIVATIONS[name]()
-
-
-def run_on_meta(module: nn.Module, inputs: Any) -> Any:
-    """Run a module on inputs on the meta device; its own parameters and buffers stay untouched."""
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return functional_call(module, {name: tensor.to("meta") for name, tensor in state.items()}, (inputs,))
 
 
 class DetectionModel(nn.Module):
@@ -568,10 +564,9 @@ def count_flops(model: DetectionModel, imgsz: int) -> int:
 
     Nothing is computed, and the model is left as it is.
     """
-    images = torch.empty(2, model.channels, imgsz, imgsz, device="meta")  # two, for BatchNorm wants more than one value
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        run_on_meta(model, images)
-    return counter.get_total_flops() // 2
+    costs = Costs()
+    follow(model, Map((1, model.channels, imgsz, imgsz), costs))
+    return costs.flops
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """Memory in which loader processes hand over batches."""
 
+import os
 import pickle
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -12,7 +14,17 @@ import torch
 
 from utils.batch_slots import BatchSlots, Carried, Placed
 from utils.config import Hyp
-from utils.dataloaders import SLOTS, DetectionDataset, train_loader, val_loader
+from utils.dataloaders import (
+    LEISURE_NICENESS,
+    PREFETCH_BATCHES,
+    SLOTS,
+    WORKER_NICENESS,
+    DetectionDataset,
+    Leisure,
+    SampleRequest,
+    train_loader,
+    val_loader,
+)
 from utils.dataset import LabelIndex, build_index
 from utils.image_cache import ImageCache
 from utils.torch_utils import DistEnv
@@ -96,3 +108,31 @@ def test_batches_of_any_shape(index: LabelIndex) -> None:
                 assert torch.equal(alone.images, handed.images)
                 places.add(handed.images.shape[2:])
             assert len(places) > 1
+
+
+@needs_forks
+def test_samples_are_made_at_leisure_while_batches_wait() -> None:
+    """The thread that makes them then has the lowest priority, else that of its process."""
+    slots = BatchSlots(2, 2, 100)
+    leisure, own = Leisure(slots), os.nice(0)
+    work: Any = lambda _: os.nice(0)  # noqa: E731
+    request = SampleRequest(0, 0, 0, 64, 64)
+    found = []
+    for worker, shape in ((0, (100,)), (1, (100,)), (0, (100,))):
+        found.append(leisure(work, request))
+        assert isinstance(slots.take(worker, shape), Placed)
+    assert found == [own, own, own + LEISURE_NICENESS - WORKER_NICENESS]
+    slots.release(0)
+    slots.release(1)
+    assert slots.taken() == 1
+    assert leisure(work, request) == own
+
+
+@needs_forks
+def test_the_first_batch_comes_when_all_are_there(index: LabelIndex) -> None:
+    """Loaders that fill their queues and a first step on the same cores hinder each other."""
+    with closing(train_loader(DetectionDataset(index, ImageCache(), Hyp(), 64), 4, DistEnv(), 2)) as loader:
+        assert loader._filling is not None
+        slots = loader._filling
+        batch = next(loader)  # which holds its slot
+        assert slots.taken() >= 2 * PREFETCH_BATCHES, batch.k

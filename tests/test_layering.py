@@ -79,7 +79,7 @@ ROWS = (
     ),
     ("utils.image_cache", "utils.val_files"),
     ("utils.dataloaders",),
-    ("models.common", "utils.plots"),
+    ("models.common", "models.shapes", "utils.plots"),
     ("models.yolo",),
     ("models.looks", "utils.weights"),
     ("models.families",),

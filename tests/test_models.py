@@ -195,7 +195,7 @@ def test_decode_of_no_image() -> None:
 @pytest.mark.parametrize("name", ["yolov5n6", "yolov3-tiny"])
 def test_forward_and_decode_need_no_values_on_the_host(name: str) -> None:
     """On the meta device there are no values, so anything that waits for one raises."""
-    model = on_meta(name)
+    model = on_meta(name).to("meta")
     x = torch.empty(2, 3, 128, 128, device="meta")
     assert model.decode(model(x)).device.type == "meta"
 

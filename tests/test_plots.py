@@ -192,13 +192,6 @@ def test_the_process_ends_with_its_run(tmp_path: Path) -> None:
     assert done.returncode == 0 and not done.stdout and not list(tmp_path.iterdir())
 
 
-def test_training_does_not_load_the_drawing_library() -> None:
-    """It takes a second to start, on every rank."""
-    code = "import sys, train; print('matplotlib' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert done.stdout == "False\n", done.stderr
-
-
 # ---- validations ----
 
 

@@ -1,5 +1,8 @@
 """How a network gets ready: structure, weights, frozen layers, image size."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import yaml
 from models.start import check_imgsz, fit_imgsz, freeze, network_spec, start_from
 from models.yolo import DetectionModel
 from tests.common import PROJECT
+from tests.runs import flags, make_data
 from utils.errors import UserError
 from utils.torch_utils import ModelEMA
 
@@ -113,3 +117,16 @@ def test_image_size_below_the_stride() -> None:
     check_imgsz(8, DetectionModel(SPEC, 2))
     with pytest.raises(UserError, match=r"^--imgsz 7 is below the network's stride; give at least 8$"):
         check_imgsz(7, DetectionModel(SPEC, 2))
+
+
+def test_a_run_loads_nothing_that_it_does_not_need(tmp_path: Path) -> None:
+    """PyTorch's compiler takes as long to import as all of torch, the drawing library a second: on every rank."""
+    data = make_data(tmp_path, 4, 2)
+    code = "import atexit, sys; atexit.register(lambda: print('loaded', *sys.modules)); import train; "
+    code += "from utils.errors import run_cli; run_cli(lambda: train.main(sys.argv[1:]))"
+    line = flags(data, tmp_path / "out", "--batch 2 --epochs 1")
+    done = subprocess.run([sys.executable, "-c", code, *line], cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.rpartition("loaded ")[2].split()
+    assert "torch.optim" in loaded
+    assert not {"torch._dynamo", "torch._inductor", "sympy", "torchvision", "matplotlib", "pandas"} & set(loaded)

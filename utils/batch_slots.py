@@ -51,6 +51,10 @@ class BatchSlots:
                 return Placed(self._key, slot, shape, self.array(slot, shape))
         return Carried(np.empty(shape, np.uint8))
 
+    def taken(self) -> int:
+        """Return the number of slots that are taken: batches that are made, wait, or are used."""
+        return int(np.count_nonzero(self._taken))
+
     def array(self, slot: int, shape: tuple[int, ...]) -> np.ndarray:
         """View of a slot, uint8."""
         return np.ndarray(shape, np.uint8, self._memory, self._start + slot * self._size)

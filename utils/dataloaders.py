@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -49,7 +50,9 @@ SHAPE_POSITION = 2**64 - 2
 
 PREFETCH_BATCHES = 2  # per worker
 SLOTS = PREFETCH_BATCHES + 2  # per worker: training holds a batch and maybe the one before, which it is about to drop
-WORKER_NICENESS = 10
+WORKER_NICENESS, LEISURE_NICENESS = 10, 19
+IN_USE = 1  # batches that training holds while it computes
+FILLING = 1.0  # seconds that the first step waits at most for the queues to be full
 MULTI_SCALE = (0.5, 1.5)  # of the image size
 SUBSTITUTES = 8  # images that are tried in the place of one that can't be read, before that is an error
 
@@ -329,6 +332,29 @@ def create_cache(
     return cache
 
 
+class Leisure:
+    """How the samples of a process are made that shares its cores with training: it gives way, the more the less hurry.
+
+    Training on the CPU needs all cores at once; a process that holds one makes the threads on the others wait. So while
+    batches are waiting, samples are made with the lowest priority there is. It would starve beside other programs that
+    need all cores, so it does not last once no batch is waiting. What lowers its priority may not raise it again, but
+    on Linux each thread has its own.
+
+    Args:
+        slots: of the batches.
+    """
+
+    def __init__(self, slots: BatchSlots) -> None:
+        self._slots = slots
+        self._thread = ThreadPoolExecutor(1, initializer=os.nice, initargs=(LEISURE_NICENESS - WORKER_NICENESS,))
+
+    def __call__(self, work: Callable[[SampleRequest], Sample], request: SampleRequest) -> Sample:
+        """Do the work, here or in the thread that has more time."""
+        if self._slots.taken() <= IN_USE:
+            return work(request)
+        return self._thread.submit(work, request).result()
+
+
 class DetectionDataset(Dataset[Sample]):
     """Answers requests; without state but for the caches, which never change an answer.
 
@@ -343,6 +369,7 @@ class DetectionDataset(Dataset[Sample]):
             validation it is grey.
 
     Attributes:
+        leisure: of a loader process that shares its cores with training.
         note: told which image is being read or made a sample of, by its place in the label index, and NO_IMAGE after
             that.
     """
@@ -365,11 +392,15 @@ class DetectionDataset(Dataset[Sample]):
         self.rect = rect
         self.strict = strict
         self.note: Callable[[int], None] = _nobody_asks
+        self.leisure: Leisure | None = None
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __getitem__(self, request: SampleRequest) -> Sample:
+        return self._sample(request) if self.leisure is None else self.leisure(self._sample, request)
+
+    def _sample(self, request: SampleRequest) -> Sample:
         sample = self._validation_sample(request) if self.hyp is None else self._training_sample(request, self.hyp)
         self.note(NO_IMAGE)
         return sample
@@ -539,15 +570,15 @@ def choose_val_batch(wanted: int, global_batch: int) -> int:
     return wanted or min(global_batch, 32)
 
 
-def _init_worker(worker_id: int, notes: LoaderNotes, yield_cores: bool) -> None:
+def _init_worker(worker_id: int, notes: LoaderNotes, yield_cores: bool, slots: BatchSlots | None) -> None:
     """One thread per worker; signals to stop are the main process's business, which then ends the workers.
 
     Schedulers send them to all processes at once, and the main process may still need batches up to where it stops.
     """
-    if yield_cores and hasattr(os, "nice"):
-        # Training on the CPU needs all cores at once: a worker that holds one makes the threads on the others wait.
-        os.nice(WORKER_NICENESS)
     info: Any = get_worker_info()
+    if yield_cores and hasattr(os, "nice"):
+        os.nice(WORKER_NICENESS)
+        info.dataset.leisure = Leisure(slots) if slots else None
     info.dataset.note = notes.begin(worker_id)
     name_process(f"loader {worker_id}")
     keep_freed_memory()
@@ -565,8 +596,8 @@ def _data_loader(
     batch_size: int,
     num_workers: int,
     device: torch.device,
-) -> tuple[DataLoader, LoaderNotes]:
-    """PyTorch's loader over batches of requests, with workers that live as long as it does, and their notes."""
+) -> tuple[DataLoader, LoaderNotes, BatchSlots | None]:
+    """PyTorch's loader over batches of requests, with workers that live as long as it does, their notes and slots."""
     parallel = num_workers > 0
     notes = LoaderNotes(dataset.index.path, num_workers)
     if not parallel:
@@ -579,13 +610,13 @@ def _data_loader(
         num_workers=num_workers,
         collate_fn=partial(collate, batch_size=batch_size, slots=slots),
         pin_memory=device.type == "cuda",
-        worker_init_fn=partial(_init_worker, notes=notes, yield_cores=device.type == "cpu"),
+        worker_init_fn=partial(_init_worker, notes=notes, yield_cores=device.type == "cpu", slots=slots),
         multiprocessing_context=fork_context() if forked else "spawn" if parallel else None,
         prefetch_factor=PREFETCH_BATCHES if parallel else None,
         persistent_workers=parallel,
         generator=torch.Generator(),  # of seeds that nobody uses; each pass would else move PyTorch's global generator
     )
-    return loader, notes
+    return loader, notes, slots
 
 
 def _largest_batch(batches: TrainBatches | list[list[SampleRequest]]) -> int:
@@ -620,15 +651,18 @@ class TrainLoader(Iterator[Batch]):
     Args:
         loader: over ``TrainBatches``.
         notes: of its processes.
+        slots: of their batches.
         device: that trains.
 
     Attributes:
         batches_per_epoch: K.
     """
 
-    def __init__(self, loader: DataLoader, notes: LoaderNotes, device: torch.device) -> None:
+    def __init__(self, loader: DataLoader, notes: LoaderNotes, slots: BatchSlots | None, device: torch.device) -> None:
         self.batches_per_epoch = len(loader)
         self._notes = notes
+        self._filling = slots if device.type == "cpu" else None
+        self._full = loader.num_workers * PREFETCH_BATCHES
         self._device, self._waited = device, 0.0
         self._unreadable: dict[int, str] = {}
         with interrupts_held():  # the workers are forked here
@@ -637,6 +671,8 @@ class TrainLoader(Iterator[Batch]):
     def __next__(self) -> Batch:
         assert self._batches is not None, "the loader is closed"
         began = time.perf_counter()
+        if self._filling:
+            self._fill(self._filling)
         try:
             batch = next(self._batches)
         except (ImageError, LostDataError) as error:
@@ -647,6 +683,13 @@ class TrainLoader(Iterator[Batch]):
         if batch.unreadable:
             self._unreadable.update(batch.unreadable)
         return batch
+
+    def _fill(self, slots: BatchSlots) -> None:
+        """Wait until the queues are full, before training takes the cores that fill them: both would be slowed down."""
+        self._filling = None
+        end = time.perf_counter() + FILLING
+        while slots.taken() < self._full and time.perf_counter() < end:
+            time.sleep(0.005)
 
     def waited(self) -> float:
         """Return for how many seconds training has waited for batches so far."""
@@ -754,4 +797,5 @@ def val_loader(
         pad: see ``rect_batches``.
     """
     batches = val_batches(dataset.index, dataset.imgsz, batch_size, stride, pad)[env.rank :: env.world_size]
-    return ValLoader(*_data_loader(dataset, batches, batch_size, num_workers, env.device))
+    loader, notes, _ = _data_loader(dataset, batches, batch_size, num_workers, env.device)
+    return ValLoader(loader, notes)

@@ -1,5 +1,6 @@
 """Parameter groups, and learning rate, momentum and accumulation as functions of the micro-batch index."""
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -66,16 +67,29 @@ class _GradientsInMemoryOrder:
         return found
 
 
-class _SGD(_GradientsInMemoryOrder, SGD):
-    pass
+class _WithoutCompiler:
+    """Mixed into an optimizer: its methods as they are, without decorators that keep PyTorch's compiler out of them.
+
+    The first call through these imports the compiler: as long as importing torch, at the start of every rank. They are
+    for optimizers that are compiled or differentiated through.
+    """
+
+    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(Optimizer.zero_grad)
+    state_dict = inspect.unwrap(Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
 
 
-class _Adam(_GradientsInMemoryOrder, Adam):
-    pass
+class _SGD(_WithoutCompiler, _GradientsInMemoryOrder, SGD):
+    step = torch.no_grad()(inspect.unwrap(SGD.step))
 
 
-class _AdamW(_GradientsInMemoryOrder, AdamW):
-    pass
+class _Adam(_WithoutCompiler, _GradientsInMemoryOrder, Adam):
+    step = torch.no_grad()(inspect.unwrap(Adam.step))
+
+
+class _AdamW(_WithoutCompiler, _GradientsInMemoryOrder, AdamW):
+    step = torch.no_grad()(inspect.unwrap(AdamW.step))
 
 
 def _in_memory_order(gradient: Tensor, parameter: Tensor) -> Tensor:
