@@ -187,7 +187,7 @@ class Watched:
         self.meter, self.fits = meter, fits
 
     def look(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if not (isinstance(module, DetectionModel) and module.training and not inputs[0].is_meta):
+        if not (isinstance(module, DetectionModel) and module.training and isinstance(inputs[0], torch.Tensor)):
             return
         if self.model is None:
             self.model, self.before = module, {key: value.clone() for key, value in module.state_dict().items()}

@@ -88,6 +88,8 @@ def compile_network(raw_model: nn.Module, images: Tensor, precision: Precision) 
     buffers = BufferSnapshot(raw_model)
     _seconds_of_a_pass(raw_model, images, precision)
     before = min(_seconds_of_a_pass(raw_model, images, precision) for _ in range(TIMED_PASSES))
+    # The compiler has a switch of its own for kernels that repeat, which only this call sets.
+    torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=True)
     raw_model.compile(dynamic=False)
     try:
         with alive():

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -623,6 +623,12 @@ class StateView:
         """Return the parameters and buffers themselves."""
         return {name: holder[key] for name, holder, key in self._places}
 
+    def select(self, names: Iterable[str]) -> Callable[[], list[Tensor]]:
+        """Return what returns the tensors of these names, in their order."""
+        places = {name: (holder, key) for name, holder, key in self._places}
+        selected = [places[name] for name in names]
+        return lambda: [holder[key] for holder, key in selected]
+
 
 def foreach_lerp(tensors: list[Tensor], ends: list[Tensor], weight: float | Tensor) -> None:
     """Move tensors toward others in place; weight 0 leaves them, 1 takes the others.
@@ -669,7 +675,7 @@ class ModelEMA(Generic[M]):
         self.counters = [name for name in distinct.values() if name not in set(self.floating)]
         self.skipped = torch.zeros((), device=next(raw_model.parameters()).device)
         self._own = StateView(self.module)
-        self._source: tuple[nn.Module, StateView] | None = None
+        self._pairs: tuple[nn.Module, list[Callable[[], list[Tensor]]]] | None = None
 
     @torch.no_grad()
     def update(self, raw_model: nn.Module, found_inf: Tensor | None = None) -> None:
@@ -681,17 +687,18 @@ class ModelEMA(Generic[M]):
             found_inf: () 1 leaves the average as it was.
         """
         self.updates += 1
-        if self._source is None or self._source[0] is not raw_model:
-            self._source = raw_model, StateView(raw_model)
-        source, target = self._source[1].tensors(), self._own.tensors()
+        if self._pairs is None or self._pairs[0] is not raw_model:
+            views = self._own, StateView(raw_model)
+            self._pairs = raw_model, [view.select(some) for some in (self.floating, self.counters) for view in views]
+        floating, their_floating, counters, their_counters = self._pairs[1]
         weight: float | Tensor = 1.0 - self.decay * (1.0 - math.exp(-self.updates / self.tau))
         if found_inf is not None:
             self.skipped += found_inf
             weight = weight * (1.0 - found_inf)
             weight = weight.item() if found_inf.device.type == "cpu" else weight  # on the CPU there is no wait
-        foreach_lerp([target[name] for name in self.floating], [source[name] for name in self.floating], weight)
+        foreach_lerp(floating(), their_floating(), weight)
         if self.counters:
-            torch._foreach_copy_([target[name] for name in self.counters], [source[name] for name in self.counters])
+            torch._foreach_copy_(counters(), their_counters())
 
     def broadcast(self, env: DistEnv) -> None:
         """Give rank 0's average to all ranks' copies. Collective: every rank must call it."""

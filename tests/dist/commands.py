@@ -75,7 +75,7 @@ class Seen:
         if not (isinstance(module, DetectionModel) and module.training and torch.is_grad_enabled()):
             return
         images = inputs[0]
-        if images.is_meta or not images.any():
+        if not isinstance(images, torch.Tensor) or not images.any():
             return
         self.batches.append([digest(image) for image in images])
         norms = (layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._NormBase))
