@@ -174,7 +174,7 @@ def carry_out(run: Run, resumed: bool) -> Results:
 
         # 5. loop ----------------------------------------------------------------------------------------------------
         clock = RunClock(config.epochs, run.state.epoch + run.state.batch / run.schedule.batches_per_epoch)
-        pace = Pace(env, train_batches.waited, remedies(run), filling=config.cache != "off")
+        pace = Pace(env, run.waited, remedies(run), filling=config.cache != "off")
         batches_left = run.schedule.batches_per_epoch - run.state.batch
         step_done = stack.enter_context(profiling(config.profile, env, run.run_dir, batches_left))
         stack.enter_context(run.stop.heeded())
@@ -293,7 +293,7 @@ def train_epoch(
     """
     state, schedule, criterion, device = run.state, run.schedule, run.criterion, run.env.device
     parameters = [parameter for parameter in run.raw_model.parameters() if parameter.requires_grad]
-    progress = EpochProgress(state.epoch, schedule.batches_per_epoch, state.batch, clock, run.env)
+    progress = EpochProgress(state.epoch, schedule.batches_per_epoch, state.batch, clock, run.env, run.waited())
     run.model.train()
     while state.batch < schedule.batches_per_epoch:
         batch = next_batch(run, batches)
@@ -326,7 +326,7 @@ def train_epoch(
         step_done()
         state.batch += 1
         if progress.advance(run.plan.global_batch):
-            progress.show(run.mean_losses(), schedule.lr(i)[1], images.shape[2])
+            progress.show(run.mean_losses(), schedule.lr(i)[1], images.shape[2], run.waited())
             look_at_skips(run)
         if step_now:
             between_windows(run, voted, i)
@@ -567,6 +567,7 @@ def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, Va
         start_batch=run.state.batch,
     )
     stack.enter_context(contextlib.closing(train_batches))
+    run.waited = train_batches.waited
     val_workers = choose_num_workers(config.workers, env.local_world_size, run.val_batch)
     val_batches = val_loader(val_set, run.val_batch, env, val_workers, stride=stride)
     stack.enter_context(contextlib.closing(val_batches))

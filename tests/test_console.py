@@ -1,9 +1,11 @@
 """The line that follows an epoch: a bar on a terminal, plain lines elsewhere."""
 
 import os
+import re
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,24 @@ def test_one_line_an_epoch_without_a_terminal(capfd: pytest.CaptureFixture[str])
     assert "\r" not in said.err and said.err.endswith(" left\n")
     epoch(35, DistEnv(rank=1, world_size=2))
     assert capfd.readouterr() == ("", "")
+
+
+def test_waiting_for_images_is_shown_while_it_matters(capfd: pytest.CaptureFixture[str]) -> None:
+    """Shares of the time since the figures before, not of the run: a limit that has passed is not shown any more."""
+    progress = EpochProgress(0, 20, 0, RunClock(1, 0.0), DistEnv(), waited=100.0)
+    progress.plain = False
+    said = []
+    for waited in (100.0, 100.4, 100.4):
+        began = time.perf_counter()
+        time.sleep(0.5)
+        progress.show([1.0, 1.0, 1.0], 0.01, 640, waited)
+        said.append(str(progress.bar.postfix))
+        assert time.perf_counter() - began < 1.5, "the machine is too busy to tell"
+    progress.close()
+    found = [re.search(r"images/s \(waiting for images: (\d+)%\), ", one) for one in said]
+    assert [bool(one) for one in found] == [False, True, False], said
+    assert found[1] is not None and 25 < int(found[1][1]) <= 80
+    assert capfd.readouterr().out == ""
 
 
 def test_a_long_epoch_has_lines_in_between(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

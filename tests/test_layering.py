@@ -62,7 +62,6 @@ ROWS = (
         "utils.run_folder",
         "utils.shapes",
         "utils.sources",
-        "utils.stalls",
         "utils.sync_bn",
     ),
     (
@@ -76,6 +75,7 @@ ROWS = (
         "utils.loss",
         "utils.resume",
         "utils.restarts",
+        "utils.stalls",
     ),
     ("utils.image_cache", "utils.val_files"),
     ("utils.dataloaders",),

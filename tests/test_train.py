@@ -177,7 +177,7 @@ def test_progress_line(whole: Finished) -> None:
     assert len(lines) == 3 and "\r" not in whole.stderr
     pattern = (
         r"(\d)/3 100% 3/3, box (\S+), obj (\S+), cls (\S+), lr (\S+), 64 px, "
-        r"(\d+) images/s, \d+\.\d GB, \d+:\d\d left$"
+        r"(\d+) images/s(?: \(waiting for images: \d+%\))?, \d+\.\d GB, \d+:\d\d left$"
     )
     shown = {match[1]: match for line in lines if (match := re.fullmatch(pattern, line.strip()))}
     assert list(shown) == ["1", "2", "3"], whole.stderr

@@ -13,6 +13,7 @@ from utils.logging import get_logger
 from utils.torch_utils import DistEnv
 
 PLAIN_EVERY = 60.0  # seconds between two lines of an epoch where there is no terminal
+WORTH_SAYING = 0.2  # of the time, that something waits
 LOOK_EVERY = 10  # micro-batches between two looks at the losses: each look makes the host wait for the device
 
 
@@ -85,7 +86,7 @@ class EpochProgress:
     some in between.
     """
 
-    def __init__(self, epoch: int, batches: int, done: int, clock: RunClock, env: DistEnv) -> None:
+    def __init__(self, epoch: int, batches: int, done: int, clock: RunClock, env: DistEnv, waited: float = 0.0) -> None:
         """Start the line.
 
         Args:
@@ -94,6 +95,7 @@ class EpochProgress:
             done: micro-batches of this one that were done before.
             clock: of the run.
             env: only rank 0 draws; its device's memory is shown.
+            waited: as of `show`, before the epoch.
         """
         self.epoch, self.batches, self.clock, self.device = epoch, batches, clock, env.device
         self.title = f"{epoch + 1}/{clock.epochs}"
@@ -105,7 +107,7 @@ class EpochProgress:
             bar_format="{desc} {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}",
         )
         self.plain = env.is_main_process and self.bar.disable
-        self.done, self.images, self.shown_images = done, 0, 0
+        self.done, self.images, self.shown_images, self.waited = done, 0, 0, waited
         self.shown = self.printed = time.perf_counter()
 
     def advance(self, images: int) -> bool:
@@ -119,28 +121,31 @@ class EpochProgress:
         self.bar.update(1)
         return self.done % LOOK_EVERY == 0 or self.done == self.batches
 
-    def show(self, losses: list[float], lr: float, imgsz: int) -> None:
+    def show(self, losses: list[float], lr: float, imgsz: int, waited: float = 0.0) -> None:
         """Write new figures.
 
         Args:
             losses: [box, objectness, class] of the epoch so far.
             lr: learning rate of the weights.
             imgsz: height of the images, pixels.
+            waited: seconds of the run so far for which training waited for images.
         """
         now = time.perf_counter()
         rate = (self.images - self.shown_images) / (now - self.shown)
+        waiting = (waited - self.waited) / (now - self.shown)
+        limit = f" (waiting for images: {waiting:.0%})" if waiting > WORTH_SAYING else ""
         left = duration(self.clock.left(self.epoch + self.done / self.batches))
         box, objectness, category = losses
         figures = (
             f"box {box:.4f}, obj {objectness:.4f}, cls {category:.4f}, lr {lr:.2g}, {imgsz} px, "
-            f"{rate:.0f} images/s, {memory_usage(self.device):.1f} GB, {left} left"
+            f"{rate:.0f} images/s{limit}, {memory_usage(self.device):.1f} GB, {left} left"
         )
         self.bar.set_postfix_str(figures, refresh=True)
         if self.plain and (self.done == self.batches or now - self.printed >= PLAIN_EVERY):
             share = f"{self.done / self.batches:4.0%} {self.done}/{self.batches}"
             print(f"{self.title} {share}, {figures}", file=sys.stderr, flush=True)
             self.printed = now
-        self.shown, self.shown_images = now, self.images
+        self.shown, self.shown_images, self.waited = now, self.images, waited
 
     def close(self) -> None:
         """End the line; it stays on the screen."""

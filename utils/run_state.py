@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -149,6 +149,7 @@ class Run:
     stop: StopRequest
     state: TrainState
     unreadable: UnreadableImages
+    waited: Callable[[], float] = float  # seconds of waiting for images so far, on this rank
     proven: tuple[float, int] = (-1.0, 0)  # best_fitness and best_epoch as of best.pt
     weights: StateView | None = None  # what checkpoints take of the network; made by the first one
     facts: dict[str, Any] = field(default_factory=dict)  # what they hold besides and that never changes; likewise

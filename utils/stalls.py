@@ -14,10 +14,10 @@ import torch
 
 from utils import heartbeat, watchdog
 from utils.config import ROOT
+from utils.console import WORTH_SAYING
 from utils.logging import get_logger
 from utils.torch_utils import DistEnv, all_gather_rows, gather_on_machine, once_per_machine
 
-SHARE_OF_EPOCH = 0.2  # that others have to wait for a rank, or a rank for images, before it is worth a line
 SHORTEST_EPOCH = 5.0  # seconds; in less than that a hiccup of the machine is a large share
 MARK = 16  # bytes at the end of the heartbeats' file that tell it from another one
 
@@ -151,7 +151,7 @@ class Pace:
     def _judge_loader(self, waited: float, seconds: float) -> None:
         if self._unjudged:
             self._unjudged -= 1
-        elif not self._said and seconds >= SHORTEST_EPOCH and waited > SHARE_OF_EPOCH * seconds:
+        elif not self._said and seconds >= SHORTEST_EPOCH and waited > WORTH_SAYING * seconds:
             self._said = True
             get_logger().info(
                 f"the loader is what limits: {waited / seconds:.0%} of the epoch was spent waiting for images; "
@@ -185,4 +185,4 @@ def find_slowest(blocked: list[float], seconds: float) -> tuple[int, float] | No
         return None
     least = min(blocked)
     share = (sum(blocked) - len(blocked) * least) / (len(blocked) - 1) / seconds
-    return (blocked.index(least), share) if share > SHARE_OF_EPOCH else None
+    return (blocked.index(least), share) if share > WORTH_SAYING else None
