@@ -115,17 +115,22 @@ def test_samples_are_made_at_leisure_while_batches_wait() -> None:
     """The thread that makes them then has the lowest priority, else that of its process."""
     slots = BatchSlots(2, 2, 100)
     leisure, own = Leisure(slots), os.nice(0)
-    work: Any = lambda _: os.nice(0)  # noqa: E731
-    request = SampleRequest(0, 0, 0, 64, 64)
-    found = []
-    for worker, shape in ((0, (100,)), (1, (100,)), (0, (100,))):
-        found.append(leisure(work, request))
-        assert isinstance(slots.take(worker, shape), Placed)
-    assert found == [own, own, own + LEISURE_NICENESS - WORKER_NICENESS]
-    slots.release(0)
-    slots.release(1)
-    assert slots.taken() == 1
-    assert leisure(work, request) == own
+    low = own + LEISURE_NICENESS - WORKER_NICENESS
+    requests = [SampleRequest(0, place, place, 64, 64) for place in range(4)]
+    found: list[tuple[int, int]] = []
+
+    def work(request: SampleRequest) -> Any:
+        found.append((request.index, os.nice(0)))
+        if request.index == 2 and len(found) > 8:
+            slots.release(0)
+        return request.index
+
+    for worker in (0, 1, 0):
+        assert leisure(work, requests) == [0, 1, 2, 3]
+        assert isinstance(slots.take(worker, (100,)), Placed)
+    # There is no batch; one, which training has; two, but one goes in the midst.
+    assert found[:8] == [(place, own) for place in range(4)] * 2
+    assert found[8:] == [(0, low), (1, low), (2, low), (3, own)]
 
 
 @needs_forks

@@ -348,11 +348,29 @@ class Leisure:
         self._slots = slots
         self._thread = ThreadPoolExecutor(1, initializer=os.nice, initargs=(LEISURE_NICENESS - WORKER_NICENESS,))
 
-    def __call__(self, work: Callable[[SampleRequest], Sample], request: SampleRequest) -> Sample:
+    def __call__(self, work: Callable[[SampleRequest], Sample], requests: Sequence[SampleRequest]) -> list[Sample]:
         """Do the work, here or in the thread that has more time."""
-        if self._slots.taken() <= IN_USE:
-            return work(request)
-        return self._thread.submit(work, request).result()
+        made: list[Sample] = []
+        while len(made) < len(requests):
+            if self._is_in_a_hurry():
+                made.append(work(requests[len(made)]))
+            else:
+                made += self._thread.submit(self._without_haste, work, requests[len(made) :]).result()
+        return made
+
+    def _is_in_a_hurry(self) -> bool:
+        return self._slots.taken() <= IN_USE
+
+    def _without_haste(
+        self, work: Callable[[SampleRequest], Sample], requests: Sequence[SampleRequest]
+    ) -> list[Sample]:
+        """Do the work, or what of it is done before there is a hurry."""
+        made: list[Sample] = []
+        for request in requests:
+            if made and self._is_in_a_hurry():
+                break
+            made.append(work(request))
+        return made
 
 
 class DetectionDataset(Dataset[Sample]):
@@ -397,10 +415,11 @@ class DetectionDataset(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, request: SampleRequest) -> Sample:
-        return self._sample(request) if self.leisure is None else self.leisure(self._sample, request)
+    def __getitems__(self, requests: Sequence[SampleRequest]) -> list[Sample]:
+        """Return the samples of a batch; PyTorch's loaders look for this method."""
+        return self.leisure(self.__getitem__, requests) if self.leisure else [self[request] for request in requests]
 
-    def _sample(self, request: SampleRequest) -> Sample:
+    def __getitem__(self, request: SampleRequest) -> Sample:
         sample = self._validation_sample(request) if self.hyp is None else self._training_sample(request, self.hyp)
         self.note(NO_IMAGE)
         return sample
