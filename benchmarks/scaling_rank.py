@@ -36,7 +36,7 @@ COLLECTIVES = (
     (train, "start_all_reduce_sum"),  # of the loss's counts
     (run_state, "all_reduce_sum"),  # of the losses that are shown
     (sync_bn, "all_gather_rows"),
-    (sync_bn, "all_reduce_sum"),
+    (sync_bn, "small_sum"),
 )
 
 

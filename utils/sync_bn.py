@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from utils.torch_utils import DistEnv, all_gather_rows, all_reduce_sum
+from utils.torch_utils import DistEnv, all_gather_rows, all_reduce_sum, small_sum
 
 PART = 2**19  # values, about, that statistics are taken of at a time: so they stay in a processor's cache
 
@@ -108,7 +108,7 @@ class _Normalize(torch.autograd.Function):
         scale = (var + ctx.eps).rsqrt() if weight is None else (var + ctx.eps).rsqrt() * weight
 
         grad_weight, grad_bias = _local_gradient_sums(grad_output, input, mean, var, ctx.eps)
-        sums = all_reduce_sum(torch.cat((grad_weight, grad_bias)), ctx.env)
+        sums = small_sum(torch.cat((grad_weight, grad_bias)), ctx.env)
         slope, offset = (sums / count.to(sums.dtype) * -scale.repeat(2)).chunk(2)
 
         grad_input = F.batch_norm(input, mean, var, slope, offset, eps=ctx.eps)

@@ -393,6 +393,9 @@ def split_global_batch(batch: int, world_size: int, nbs: int = 64) -> BatchPlan:
     return BatchPlan(batch, batch // world_size, world_size, nbs, max(round(nbs / batch), 1))
 
 
+MOST_GATHERED = 4  # ranks whose small tensors are gathered to be summed
+
+
 # Collectives: with one rank each gives back what it was given ---------------------------------------------------------
 
 
@@ -402,6 +405,17 @@ def all_reduce_sum(tensor: Tensor, env: DistEnv) -> Tensor:
         with collective:
             dist.all_reduce(tensor)
     return tensor
+
+
+def small_sum(tensor: Tensor, env: DistEnv) -> Tensor:
+    """Return the sum of a small tensor over ranks, the same on each. Collective: every rank must call it.
+
+    What it takes is waking who waits for a message, and to gather takes one message where an all-reduce takes two.
+    Among many ranks it would be too many bytes.
+    """
+    if env.world_size > MOST_GATHERED:
+        return all_reduce_sum(tensor, env)
+    return all_gather_rows(tensor, env).sum(0)
 
 
 def start_all_reduce_sum(tensor: Tensor, env: DistEnv) -> Callable[[], Tensor]:

@@ -97,8 +97,8 @@ def test_collectives_with_sync_bn(counted: dict[str, list[Counted]]) -> None:
         for batch, step, last in zip(rank.batches, stepped(rank), (False, False, True), strict=True):
             others = 1 + len(rank.buckets) * step + 2 * last
             kinds = [kind for kind, _ in batch.calls]
-            assert kinds.count("all_gather") == rank.sync_layers
-            assert kinds.count("all_reduce") == rank.sync_layers + others
+            assert kinds.count("all_gather") == 2 * rank.sync_layers
+            assert kinds.count("all_reduce") == others
             assert len(kinds) == 2 * rank.sync_layers + others
 
 
