@@ -114,6 +114,7 @@ from utils.torch_utils import (
     is_posted,
     load_checkpoint,
     once,
+    own_pages,
     post,
     process_group,
     start_all_reduce_sum,
@@ -179,6 +180,7 @@ def carry_out(run: Run, resumed: bool) -> Results:
         step_done = stack.enter_context(profiling(config.profile, env, run.run_dir, batches_left))
         stack.enter_context(run.stop.heeded())
         while run.state.epoch < config.epochs and not run.state.stopped:
+            own_memory(run)
             with pace.epoch():
                 losses = train_epoch(run, train_batches, clock, step_done)
             say_unreadable(run, train_batches.take_unreadable())
@@ -572,6 +574,14 @@ def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, Va
     val_batches = val_loader(val_set, run.val_batch, env, val_workers, stride=stride)
     stack.enter_context(contextlib.closing(val_batches))
     return train_batches, val_batches
+
+
+def own_memory(run: Run) -> None:
+    """Take back what loader processes that were forked meanwhile share of the network's state; see `own_pages`."""
+    if run.env.device.type == "cpu":
+        state = [*run.raw_model.state_dict().values(), *run.ema.module.state_dict().values()]
+        state += [value for values in run.optimizer.state.values() for value in values.values()]
+        own_pages([value for value in state if isinstance(value, torch.Tensor) and value.is_floating_point()])
 
 
 def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:

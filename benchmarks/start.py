@@ -21,14 +21,17 @@ from utils.errors import UserError, run_cli
 ANSWER_LIMIT, STEP_LIMIT = 3.0, 1.3
 CFG, IMGSZ, BATCH = "yolov5n.yaml", 320, 16
 NOTHING = "import argparse, yaml"
-# A run that ends, without a word, when it has taken its first step.
+# A run that ends, without a word, when it has taken its first step; its loader processes would else end later, and who
+# waits for the end of its output waits for them.
 FIRST_STEP = """
-import os, sys
+import multiprocessing, os, sys
 import train
 from utils.errors import run_cli
 step = train.optimizer_step
 def first(*arguments):
     step(*arguments)
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(0)
 train.optimizer_step = first
 run_cli(lambda: train.main(sys.argv[1:]))

@@ -6,7 +6,7 @@ import mmap
 import os
 import platform
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +39,7 @@ from utils.torch_utils import (
     load_checkpoint,
     once,
     once_per_machine,
+    own_pages,
     process_group,
     rank_device,
     save_checkpoint,
@@ -176,6 +177,33 @@ def test_memory_usage() -> None:
     with mmap.mmap(-1, 100_000_000) as block:
         block.write(b"1" * len(block))
         assert memory_usage(CPU) - before == pytest.approx(0.1, abs=0.03)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that are forked")
+def test_pages_are_owned_again_after_a_fork() -> None:
+    """Written once, in one thread, and bit by bit as they were: later writes copy no page any more."""
+    resource = pytest.importorskip("resource")
+
+    def faults(of: Callable[[], object]) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        of()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    tensors = [torch.randn(5_000_000), torch.tensor([-0.0, math.nan, math.inf, 1e-42]).view(1, 1, 2, 2)]
+    before, threads = [tensor.clone() for tensor in tensors], torch.get_num_threads()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent is done
+        os._exit(0)
+    own_pages(tensors)
+    assert faults(lambda: tensors[0].mul_(1.0)) < 100
+    os.close(writer)
+    os.close(reader)
+    os.waitpid(child, 0)
+    assert torch.get_num_threads() == threads
+    assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(tensors, before, strict=True))
 
 
 # ranks ----------------------------------------------------------------------------------------------------------------
