@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -145,6 +146,16 @@ def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     return found
 
 
+def _wait_for_a_later_name(run_dir: Path) -> None:
+    """Wait, at most for a second, until no event file of a run has the name of the current second.
+
+    TensorBoard reads files in the order of their names, which begin with the second of their start and go on with the
+    number of the process: a run that is resumed in the same second might be read before what it goes on from.
+    """
+    while any(run_dir.glob(TENSORBOARD_FILES.replace("*", f"{int(time.time()):010d}.*"))):
+        time.sleep(0.02)
+
+
 class TensorBoardLogger(FileLogger):
     """Event files in the run folder, for ``tensorboard --logdir runs/train``; steps are epochs, 0-based.
 
@@ -171,6 +182,7 @@ class TensorBoardLogger(FileLogger):
         self._due: list[EpochEnd] = []
         self._writer: SummaryWriter | None = None
         with self._or_warn(TENSORBOARD):
+            _wait_for_a_later_name(event.run_dir)
             self._writer = self._make(self._run_dir, purge_step=event.resumed_epoch)
             self._writer.add_text("run/flags", _table(event.flags), event.resumed_epoch or 0)
             self._writer.add_text("run/hyperparameters", _table(event.hyp), event.resumed_epoch or 0)
