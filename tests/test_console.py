@@ -43,15 +43,13 @@ def test_waiting_for_images_is_shown_while_it_matters(capfd: pytest.CaptureFixtu
     progress.plain = False
     said = []
     for waited in (100.0, 100.4, 100.4):
-        began = time.perf_counter()
-        time.sleep(0.5)
+        progress.shown = time.perf_counter() - 1.0
         progress.show([1.0, 1.0, 1.0], 0.01, 640, waited)
         said.append(str(progress.bar.postfix))
-        assert time.perf_counter() - began < 1.5, "the machine is too busy to tell"
     progress.close()
     found = [re.search(r"images/s \(waiting for images: (\d+)%\), ", one) for one in said]
     assert [bool(one) for one in found] == [False, True, False], said
-    assert found[1] is not None and 25 < int(found[1][1]) <= 80
+    assert found[1] is not None and 30 < int(found[1][1]) <= 40
     assert capfd.readouterr().out == ""
 
 
