@@ -5,7 +5,6 @@ import pickle
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
@@ -16,18 +15,16 @@ from utils import dataloaders
 from utils.batch_slots import BatchSlots, Carried, Placed
 from utils.config import Hyp
 from utils.dataloaders import (
-    LEISURE_NICENESS,
     PREFETCH_BATCHES,
     SLOTS,
-    WORKER_NICENESS,
     DetectionDataset,
-    Leisure,
     SampleRequest,
     train_loader,
     val_loader,
 )
 from utils.dataset import LabelIndex, build_index
 from utils.image_cache import ImageCache
+from utils.leisure import NICENESS, NICENESS_AT_LEISURE, Leisure
 from utils.torch_utils import DistEnv
 
 needs_forks = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared by forking")
@@ -115,12 +112,13 @@ def test_batches_of_any_shape(index: LabelIndex) -> None:
 def test_samples_are_made_at_leisure_while_batches_wait() -> None:
     """The thread that makes them then has the lowest priority, else that of its process."""
     slots = BatchSlots(2, 2, 100)
-    leisure, own = Leisure(slots), os.nice(0)
-    low = own + LEISURE_NICENESS - WORKER_NICENESS
+    leisure: Leisure[SampleRequest, int] = Leisure(slots.taken)
+    own = os.nice(0)
+    low = own + NICENESS_AT_LEISURE - NICENESS
     requests = [SampleRequest(0, place, place, 64, 64) for place in range(4)]
     found: list[tuple[int, int]] = []
 
-    def work(request: SampleRequest) -> Any:
+    def work(request: SampleRequest) -> int:
         found.append((request.index, os.nice(0)))
         if request.index == 2 and len(found) > 8:
             slots.release(0)

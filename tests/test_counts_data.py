@@ -13,7 +13,7 @@ import pytest
 
 from utils import images
 from utils.config import Hyp
-from utils.dataloaders import DetectionDataset, SampleRequest, create_cache, train_loader
+from utils.dataloaders import DetectionDataset, SampleRequest, create_cache, train_loader, val_loader
 from utils.dataset import LabelIndex, build_index
 from utils.torch_utils import DistEnv
 
@@ -51,15 +51,15 @@ def decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], lis
 
 @needs_forks
 def test_an_image_is_decoded_once_in_a_run(index: LabelIndex, decodes: Callable[[], list[int]]) -> None:
-    """One epoch of single images by two processes, then two of mosaics of four, in which both ask for each image.
+    """One pass over single images by two processes, then two epochs of mosaics, in which both ask for each image.
 
-    In a first epoch of mosaics two processes may decode an image at the same moment, when neither has it yet.
+    Loaders of training work ahead, and so do mosaics: there two processes may decode an image at the same moment, when
+    neither has it yet.
     """
     with closing(create_cache(index, IMGSZ, "ram", train=True)) as cache:
         filling = DetectionDataset(index, cache, Hyp(mosaic=0), IMGSZ)
-        with closing(train_loader(filling, BATCH, DistEnv(), 2)) as batches:
-            for _ in range(N // BATCH):
-                next(batches)
+        with closing(val_loader(filling, BATCH, DistEnv(), 2)) as one_pass:
+            assert sum(len(batch.images) for batch in one_pass) == N
         assert decodes() == [1] * N
         with closing(train_loader(DetectionDataset(index, cache, Hyp(), IMGSZ), BATCH, DistEnv(), 2)) as batches:
             for _ in range(2 * N // BATCH):

@@ -26,6 +26,7 @@ ROWS = (
         "utils.images",
         "utils.interrupts",
         "utils.jobs",
+        "utils.leisure",
         "utils.loader_notes",
         "utils.logging",
         "utils.network",

@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,6 +38,7 @@ from utils.forks import fork_context, keep_freed_memory, name_process
 from utils.image_cache import ImageCache
 from utils.images import ImageError
 from utils.interrupts import STOP_SIGNALS, end_in_a_while, interrupts_held
+from utils.leisure import NICENESS, Leisure
 from utils.loader_notes import NO_IMAGE, LoaderNotes
 from utils.polygons import Polygons
 from utils.torch_utils import ALONE, DistEnv, gather_objects, once_per_machine
@@ -50,8 +50,6 @@ SHAPE_POSITION = 2**64 - 2
 
 PREFETCH_BATCHES = 2  # per worker
 SLOTS = PREFETCH_BATCHES + 2  # per worker: training holds a batch and maybe the one before, which it is about to drop
-WORKER_NICENESS, LEISURE_NICENESS = 10, 19
-IN_USE = 1  # batches that training holds while it computes
 FILLING = 1.0  # seconds that the first step waits at most for the queues to be full
 MULTI_SCALE = (0.5, 1.5)  # of the image size
 SUBSTITUTES = 8  # images that are tried in the place of one that can't be read, before that is an error
@@ -332,47 +330,6 @@ def create_cache(
     return cache
 
 
-class Leisure:
-    """How the samples of a process are made that shares its cores with training: it gives way, the more the less hurry.
-
-    Training on the CPU needs all cores at once; a process that holds one makes the threads on the others wait. So while
-    batches are waiting, samples are made with the lowest priority there is. It would starve beside other programs that
-    need all cores, so it does not last once no batch is waiting. What lowers its priority may not raise it again, but
-    on Linux each thread has its own.
-
-    Args:
-        slots: of the batches.
-    """
-
-    def __init__(self, slots: BatchSlots) -> None:
-        self._slots = slots
-        self._thread = ThreadPoolExecutor(1, initializer=os.nice, initargs=(LEISURE_NICENESS - WORKER_NICENESS,))
-
-    def __call__(self, work: Callable[[SampleRequest], Sample], requests: Sequence[SampleRequest]) -> list[Sample]:
-        """Do the work, here or in the thread that has more time."""
-        made: list[Sample] = []
-        while len(made) < len(requests):
-            if self._is_in_a_hurry():
-                made.append(work(requests[len(made)]))
-            else:
-                made += self._thread.submit(self._without_haste, work, requests[len(made) :]).result()
-        return made
-
-    def _is_in_a_hurry(self) -> bool:
-        return self._slots.taken() <= IN_USE
-
-    def _without_haste(
-        self, work: Callable[[SampleRequest], Sample], requests: Sequence[SampleRequest]
-    ) -> list[Sample]:
-        """Do the work, or what of it is done before there is a hurry."""
-        made: list[Sample] = []
-        for request in requests:
-            if made and self._is_in_a_hurry():
-                break
-            made.append(work(request))
-        return made
-
-
 class DetectionDataset(Dataset[Sample]):
     """Answers requests; without state but for the caches, which never change an answer.
 
@@ -410,7 +367,7 @@ class DetectionDataset(Dataset[Sample]):
         self.rect = rect
         self.strict = strict
         self.note: Callable[[int], None] = _nobody_asks
-        self.leisure: Leisure | None = None
+        self.leisure: Leisure[SampleRequest, Sample] | None = None
 
     def __len__(self) -> int:
         return len(self.index)
@@ -596,8 +553,8 @@ def _init_worker(worker_id: int, notes: LoaderNotes, yield_cores: bool, slots: B
     """
     info: Any = get_worker_info()
     if yield_cores and hasattr(os, "nice"):
-        os.nice(WORKER_NICENESS)
-        info.dataset.leisure = Leisure(slots) if slots else None
+        os.nice(NICENESS)
+        info.dataset.leisure = Leisure(slots.taken) if slots else None
     info.dataset.note = notes.begin(worker_id)
     name_process(f"loader {worker_id}")
     keep_freed_memory()
