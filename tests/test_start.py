@@ -12,7 +12,7 @@ import yaml
 from models.start import check_imgsz, fit_imgsz, freeze, network_spec, start_from
 from models.yolo import DetectionModel
 from tests.common import PROJECT
-from tests.runs import flags, make_data
+from tests.runs import CHILD_ENVIRONMENT, flags, make_data
 from utils.errors import UserError
 from utils.torch_utils import ModelEMA
 
@@ -119,14 +119,22 @@ def test_image_size_below_the_stride() -> None:
         check_imgsz(7, DetectionModel(SPEC, 2))
 
 
-def test_a_run_loads_nothing_that_it_does_not_need(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_loads_nothing_that_it_does_not_need(tmp_path: Path, ranks: int) -> None:
     """PyTorch's compiler takes as long to import as all of torch, the drawing library a second: on every rank."""
     data = make_data(tmp_path, 4, 2)
-    code = "import atexit, sys; atexit.register(lambda: print('loaded', *sys.modules)); import train; "
-    code += "from utils.errors import run_cli; run_cli(lambda: train.main(sys.argv[1:]))"
-    line = flags(data, tmp_path / "out", "--batch 2 --epochs 1")
-    done = subprocess.run([sys.executable, "-c", code, *line], cwd=PROJECT, capture_output=True, text=True, check=False)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, sys\natexit.register(lambda: print('loaded', *sys.modules, flush=True))\nimport train\n"
+        "from utils.errors import run_cli\nrun_cli(lambda: train.main(sys.argv[1:]))\n"
+    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, str(script), *flags(data, tmp_path / "out", "--batch 2 --epochs 1")]
+    environment = CHILD_ENVIRONMENT | {"PYTHONPATH": str(PROJECT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    loaded = done.stdout.rpartition("loaded ")[2].split()
-    assert "torch.optim" in loaded
-    assert not {"torch._dynamo", "torch._inductor", "sympy", "torchvision", "matplotlib", "pandas"} & set(loaded)
+    loads = [line.split() for line in done.stdout.splitlines() if line.startswith("loaded ")]
+    assert len(loads) == ranks
+    for loaded in loads:
+        assert "torch.optim" in loaded
+        assert not {"torch._dynamo", "torch._inductor", "sympy", "torchvision", "matplotlib", "pandas"} & set(loaded)
