@@ -28,6 +28,8 @@ from tests.dist.launch import descendants, kill
 CABLE = "rail0"
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
 PACKET = 65_536  # bytes at most
+# What the system's commands say where a right or a part of the kernel is missing; all else is a mistake of a test.
+MISSING = ("not permitted", "ermission denied", "not supported", "nknown device type", "kind is unknown", "No such file")
 
 
 @dataclass
@@ -66,12 +68,14 @@ class Network(NamedTuple):
 
 
 def run_or_skip(*command: str) -> str:
-    """Run a command of the system and return what it says; where it fails the test is skipped with the reason."""
+    """Run a command of the system and return what it says; where it can't work the test is skipped with the reason."""
     if shutil.which(command[0]) is None:
         pytest.skip(f"no command {command[0]} here")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        pytest.skip(f"can't be done here: {' '.join(command)}: {done.stderr.strip()}")
+        said = f"{' '.join(command)}: {done.stderr.strip()}"
+        assert any(words in done.stderr for words in MISSING), said
+        pytest.skip(f"can't be done here: {said}")
     return done.stdout
 
 
