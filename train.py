@@ -48,30 +48,20 @@ from utils.console import EpochProgress, RunClock, duration, format_lines
 from utils.cuda_graph import can_capture, capture
 from utils.data_parallel import accumulating, replica_devices, replicate, wrap
 from utils.data_report import NOTHING_FOUND, REPLACED, UnreadableImages, write_report
-from utils.dataloaders import (
-    Batch,
-    DetectionDataset,
-    TrainLoader,
-    ValLoader,
-    batch_imgsz,
-    choose_num_workers,
-    create_cache,
-    resize_batch,
-    train_loader,
-    val_loader,
-)
-from utils.devices import to_device
+from utils.dataloaders import Batch, TrainLoader, ValLoader, choose_num_workers, resize_batch, train_loader, val_loader
+from utils.devices import to_device, upload
 from utils.errors import DivergedError, NotWrittenError, run_cli
 from utils.flags import given_flags
 from utils.header import header, remedies
 from utils.heartbeat import Phase, beat
 from utils.inputs import read_inputs
 from utils.interrupts import BEGAN, STARTED, StopRequest, stops_end_the_process
-from utils.launch import as_worker, launch, say
+from utils.launch import as_worker, launch, say, tell_launcher
 from utils.loader_notes import deaths_explained
 from utils.logging import DeviceMeter, get_logger
 from utils.metrics import TableRow, format_table
 from utils.optim import Schedule, build_optimizer
+from utils.order import batch_imgsz
 from utils.plots import Plots
 from utils.profiler import no_step, profiling
 from utils.restarts import begin_life, find_own_run, this_life
@@ -98,6 +88,7 @@ from utils.run_state import (
     save_in_epoch,
     votes,
 )
+from utils.samples import DetectionDataset, create_cache
 from utils.seeds import seed_everything
 from utils.skips import LIMIT, LIMIT_FP16, SkipLog
 from utils.stalls import Pace, watched
@@ -223,6 +214,7 @@ def set_up(
     batches_per_epoch = math.ceil(len(inputs.train_index) / plan.global_batch)
     sync_bn = choose_sync_bn(config.sync_bn, family, raw_model, plan)
     run_dir = once(lambda: open_run_dir(config, resumed), env)
+    tell_launcher(run_dir)
     run = Run(
         config=config,
         hyp=hyp,
@@ -347,7 +339,7 @@ def next_batch(run: Run, batches: Iterator[Batch]) -> Batch:
 
 def network_input(run: Run, batch: Batch) -> torch.Tensor:
     """Return the images of a batch on the device, as the network takes them; with --multi-scale at their own size."""
-    images = run.family.inputs.prepare(batch.images.to(run.env.device, non_blocking=True))
+    images = run.family.inputs.prepare(upload(batch.images, run.env.device))
     if run.config.multi_scale:
         stride = run.raw_model.max_stride
         size = batch_imgsz(run.config.seed, batch.epoch, batch.k, run.imgsz, stride, multi_scale=True)

@@ -35,8 +35,9 @@ from models.yolo import DetectionModel
 from utils.boxes import cxcywh_to_xyxy, scale_boxes
 from utils.data_config import DataConfig
 from utils.data_report import NOTHING_FOUND, UnreadableImages, write_report
-from utils.dataloaders import Batch, DetectionDataset, Unreadable, ValLoader, choose_num_workers, val_loader
+from utils.dataloaders import Batch, ValLoader, choose_num_workers, val_loader
 from utils.dataset import LabelIndex
+from utils.devices import upload
 from utils.errors import run_cli
 from utils.heartbeat import Phase, beat, beating
 from utils.image_cache import ImageCache
@@ -56,6 +57,7 @@ from utils.metrics import (
 )
 from utils.plots import Plots
 from utils.run_folder import create_run_dir
+from utils.samples import DetectionDataset, Unreadable
 from utils.torch_utils import DistEnv, dist_env, gather_objects, once, process_group
 from utils.val_files import (
     annotations_of,
@@ -180,7 +182,7 @@ def evaluate(
         if gave_up := give_up():
             break
         start = _now(env.device)
-        images = family.inputs.prepare(batch.images.to(env.device, non_blocking=True)).to(dtype)
+        images = family.inputs.prepare(upload(batch.images, env.device)).to(dtype)
         prepared = _now(env.device)
         outputs = [] if augment else _forward(model, images)
         if augment:

@@ -33,6 +33,7 @@ from models.yolo import count_flops
 from utils.boxes import non_max_suppression
 from utils.data_config import build_train_config
 from utils.dataloaders import PREFETCH_BATCHES, Batch, choose_num_workers
+from utils.devices import upload
 from utils.errors import UserError, run_cli
 from utils.optim import param_groups
 from utils.steps import MAX_GRAD_NORM, Precision, guarded_step
@@ -230,7 +231,7 @@ class Bench:
         prepare = self.run.family.inputs.prepare
         taken = take_turns(
             {
-                "ours": machine.waited(lambda: prepare(pinned.to(device, non_blocking=True))),
+                "ours": machine.waited(lambda: prepare(upload(pinned, device))),
                 "floats": machine.waited(lambda: floats.to(device) / 255),
             },
             rounds,
@@ -251,7 +252,7 @@ class Bench:
         def forward_only() -> None:
             with torch.no_grad():
                 for batch in self.val_batches:
-                    model(run.family.inputs.prepare(batch.images.to(machine.device, non_blocking=True)))
+                    model(run.family.inputs.prepare(upload(batch.images, machine.device)))
 
         def whole() -> None:
             val.evaluate(model, run.family, self.val_batches, run.val_index, run.data.names, run.env)

@@ -27,12 +27,14 @@ from benchmarks.measuring import Options, Row, milliseconds, ratios, run_group, 
 from utils import augmentations
 from utils.config import Hyp
 from utils.data_config import load_data
-from utils.dataloaders import DetectionDataset, SampleRequest, collate, create_cache, val_loader
+from utils.dataloaders import collate, val_loader
 from utils.dataset import LabelIndex, build_index
 from utils.errors import run_cli
 from utils.forks import keep_freed_memory
 from utils.image_cache import ImageCache
 from utils.image_lists import list_images
+from utils.order import SampleRequest
+from utils.samples import DetectionDataset, create_cache
 from utils.torch_utils import DistEnv
 
 IMGSZ = 640

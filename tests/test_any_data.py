@@ -13,9 +13,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from utils.config import Hyp
-from utils.dataloaders import Batch, DetectionDataset, SampleRequest, collate, create_cache, val_batches
+from utils.dataloaders import Batch, collate
 from utils.dataset import build_index
 from utils.errors import UserError
+from utils.order import SampleRequest, val_batches
+from utils.samples import DetectionDataset, create_cache
 
 IMGSZ = 64
 LABEL = st.floats(-0.3, 1.3) | st.sampled_from([0.0, 1.0, 1.005, -0.005, 0.5, 1e-9, 1e-30, 0.9999999])

@@ -14,17 +14,12 @@ import torch
 from utils import dataloaders
 from utils.batch_slots import BatchSlots, Carried, Placed
 from utils.config import Hyp
-from utils.dataloaders import (
-    PREFETCH_BATCHES,
-    SLOTS,
-    DetectionDataset,
-    SampleRequest,
-    train_loader,
-    val_loader,
-)
+from utils.dataloaders import PREFETCH_BATCHES, SLOTS, train_loader, val_loader
 from utils.dataset import LabelIndex, build_index
 from utils.image_cache import ImageCache
 from utils.leisure import NICENESS, NICENESS_AT_LEISURE, Leisure
+from utils.order import SampleRequest
+from utils.samples import DetectionDataset
 from utils.torch_utils import DistEnv
 
 needs_forks = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared by forking")

@@ -21,10 +21,11 @@ from utils.augmentations import (
     warp_tiles,
 )
 from utils.config import Hyp
-from utils.dataloaders import DetectionDataset, SampleRequest
 from utils.dataset import LabelIndex, build_index
 from utils.image_cache import ImageCache
+from utils.order import SampleRequest
 from utils.polygons import Polygons, join, paint, visible_boxes
+from utils.samples import DetectionDataset
 
 STILL = Hyp(degrees=0, translate=0, scale=0, shear=0, perspective=0, hsv_h=0, hsv_s=0, hsv_v=0, fliplr=0)
 TRIANGLE = [(0.1, 0.2), (0.5, 0.2), (0.1, 0.8)]

@@ -13,8 +13,10 @@ import pytest
 
 from utils import images
 from utils.config import Hyp
-from utils.dataloaders import DetectionDataset, SampleRequest, create_cache, train_loader, val_loader
+from utils.dataloaders import train_loader, val_loader
 from utils.dataset import LabelIndex, build_index
+from utils.order import SampleRequest
+from utils.samples import DetectionDataset, create_cache
 from utils.torch_utils import DistEnv
 
 N, BATCH, IMGSZ = 24, 4, 64

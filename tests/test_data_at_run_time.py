@@ -36,21 +36,13 @@ from utils.augmentations import GREY, letterbox
 from utils.config import Hyp, find_yaml, load_yaml
 from utils.console import RunClock, duration
 from utils.data_report import NOTHING_FOUND, REPLACED, UnreadableImages
-from utils.dataloaders import (
-    SUBSTITUTES,
-    DetectionDataset,
-    SampleRequest,
-    TrainLoader,
-    create_cache,
-    epoch_order,
-    train_loader,
-    val_batches,
-    val_loader,
-)
+from utils.dataloaders import TrainLoader, train_loader, val_loader
 from utils.dataset import LabelIndex, build_index, read_image, replacing
 from utils.errors import LostDataError, UserError
 from utils.images import RETRY_AFTER, ImageError, _Storage, image_size, retried
 from utils.loader_notes import being_read, deaths_explained
+from utils.order import SampleRequest, epoch_order, val_batches
+from utils.samples import SUBSTITUTES, DetectionDataset, create_cache
 from utils.torch_utils import DistEnv, process_group
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")

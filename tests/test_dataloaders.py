@@ -22,23 +22,12 @@ import torch
 from tests.common import SHARED, needs_shared
 from utils.augmentations import GREY, letterbox, resize_longest, resized_shape, resized_shapes
 from utils.config import Hyp
-from utils.dataloaders import (
-    DetectionDataset,
-    SampleRequest,
-    TrainBatches,
-    batch_imgsz,
-    choose_num_workers,
-    collate,
-    create_cache,
-    rect_batches,
-    resize_batch,
-    train_loader,
-    val_batches,
-    val_loader,
-)
+from utils.dataloaders import choose_num_workers, collate, resize_batch, train_loader, val_loader
 from utils.dataset import LabelIndex, build_index, read_image
 from utils.errors import UserError
 from utils.image_cache import ImageCache
+from utils.order import SampleRequest, TrainBatches, batch_imgsz, rect_batches, val_batches
+from utils.samples import DetectionDataset, create_cache
 from utils.torch_utils import DistEnv
 
 OFF = ImageCache()

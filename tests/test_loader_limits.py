@@ -12,9 +12,11 @@ import pytest
 
 from utils import stalls
 from utils.config import Hyp
-from utils.dataloaders import DetectionDataset, Sample, SampleRequest, train_loader
+from utils.dataloaders import train_loader
 from utils.dataset import build_index
 from utils.image_cache import ImageCache
+from utils.order import SampleRequest
+from utils.samples import DetectionDataset, Sample
 from utils.stalls import Pace
 from utils.torch_utils import DistEnv
 

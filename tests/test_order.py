@@ -12,21 +12,11 @@ import torch
 
 from tests.test_dataloaders import OFF, make_jpegs, mixed_shapes
 from utils.config import Hyp
-from utils.dataloaders import (
-    Batch,
-    DetectionDataset,
-    RectBatches,
-    SampleRequest,
-    TrainBatches,
-    collate,
-    create_cache,
-    epoch_order,
-    rect_batches,
-    sample_rng,
-    train_loader,
-)
+from utils.dataloaders import Batch, collate, train_loader
 from utils.dataset import LabelIndex
 from utils.image_cache import ImageCache
+from utils.order import RectBatches, SampleRequest, TrainBatches, epoch_order, rect_batches, sample_rng
+from utils.samples import DetectionDataset, create_cache
 from utils.torch_utils import DistEnv
 
 N, BATCH, STEPS, SEED = 21, 8, 30, 5  # three batches an epoch, the last filled up with three images

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from utils import steps
 from utils.config import Hyp
-from utils.devices import memory_usage, parse_device
+from utils.devices import memory_usage, parse_device, upload
 from utils.errors import UserError
 from utils.optim import build_optimizer
 from utils.seeds import rng_state, seed_everything, set_rng_state
@@ -47,7 +47,7 @@ from utils.torch_utils import (
     start_all_reduce_sum,
 )
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SLURM = (
     *("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
     *("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_JOB_ID"),
@@ -177,6 +177,20 @@ def test_memory_usage() -> None:
     with mmap.mmap(-1, 100_000_000) as block:
         block.write(b"1" * len(block))
         assert memory_usage(CPU) - before == pytest.approx(0.1, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [CPU, pytest.param(CUDA, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
+)
+def test_images_arrive_whole(device: torch.device) -> None:
+    """Also while the device is busy, and into memory that a batch before them has left."""
+    busy, sums = torch.rand(1000, 1000, device=device), []
+    for value in range(20):
+        images = torch.full((4, 3, 320, 320), value, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        busy = (busy @ busy).clamp(0, 1)
+        sums.append(upload(images, device).sum() + 0 * busy.sum().long())
+    assert torch.stack(sums).tolist() == [value * 4 * 3 * 320 * 320 for value in range(20)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that are forked")

@@ -18,9 +18,10 @@ from models.families import YOLOV3, YOLOV5
 from models.looks import augmented_anchors, look
 from models.yolo import DetectionModel, load_state
 from tests.common import PROJECT, SHARED, needs_shared
-from utils.dataloaders import DetectionDataset, val_loader
+from utils.dataloaders import val_loader
 from utils.dataset import build_index
 from utils.image_cache import ImageCache
+from utils.samples import DetectionDataset
 from utils.torch_utils import DistEnv
 from val import evaluate
 

@@ -22,11 +22,12 @@ from tests.common import PROJECT, SHARED, needs_shared
 from tests.runs import launch, make_data
 from utils.config import Hyp, ValConfig
 from utils.data_config import load_data
-from utils.dataloaders import DetectionDataset, val_loader
+from utils.dataloaders import val_loader
 from utils.dataset import open_splits
 from utils.errors import UserError
 from utils.image_cache import ImageCache
 from utils.metrics import ImageResult
+from utils.samples import DetectionDataset
 from utils.torch_utils import process_group, save_checkpoint
 
 NAMES = ["RBC", "WBC", "Platelets"]

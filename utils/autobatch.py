@@ -15,11 +15,11 @@ import torch
 from models.families import family_of
 from utils.config import ROOT, Hyp, TrainConfig, build_config, config_to_dict, load_hyp
 from utils.data_config import load_data
-from utils.dataloaders import max_imgsz
 from utils.errors import Problems, UserError
 from utils.inputs import read_network
 from utils.logging import get_logger
 from utils.optim import build_optimizer
+from utils.order import max_imgsz
 from utils.steps import MAX_GRAD_NORM, BufferSnapshot, choose_precision, guarded_step
 from utils.torch_utils import DistEnv, ModelEMA, split_global_batch
 

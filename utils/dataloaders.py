@@ -1,23 +1,16 @@
-"""Which image goes to which rank at which step, and what it looks like there.
+"""Batches of samples, made by processes of their own while the network computes.
 
-Order and augmentation are a pure function of (seed, epoch, position in the epoch). Ranks, workers, prefetching, caches
-and restarts do not enter: the sampler says everything about a sample in a ``SampleRequest``, the data set answers it
-without any state, and a sample's random numbers come from a generator of its own.
-
-Shape letters: B images in a batch of this rank, T targets in the batch, H W network input in pixels, n images of the
-split, K batches in an epoch.
+Shape letters: B images in a batch of this rank, T targets in the batch, H W network input in pixels, K batches in an
+epoch.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,77 +19,23 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from utils import augmentations
 from utils.batch_slots import BatchSlots
-from utils.config import Hyp
-from utils.dataset import LabelIndex, read_image
 from utils.errors import LostDataError, UserError
 from utils.forks import fork_context, keep_freed_memory, name_process
-from utils.image_cache import ImageCache
 from utils.images import ImageError
 from utils.interrupts import STOP_SIGNALS, end_in_a_while, interrupts_held
 from utils.leisure import NICENESS, Leisure
-from utils.loader_notes import NO_IMAGE, LoaderNotes
-from utils.polygons import Polygons
-from utils.torch_utils import ALONE, DistEnv, gather_objects, once_per_machine
-
-# A position is a 64-bit word of a generator's counter. No epoch has this many samples, so the topmost ones serve what
-# is drawn once per epoch or batch.
-ORDER_POSITION = 2**64 - 1
-SHAPE_POSITION = 2**64 - 2
+from utils.loader_notes import LoaderNotes
+from utils.order import SampleRequest, TrainBatches, rect_batches, val_batches
+from utils.samples import DetectionDataset, Sample, Unreadable
+from utils.torch_utils import DistEnv
 
 PREFETCH_BATCHES = 2  # per worker
 SLOTS = PREFETCH_BATCHES + 2  # per worker: training holds a batch and maybe the one before, which it is about to drop
 FILLING = 1.0  # seconds that the first step waits at most for the queues to be full
-MULTI_SCALE = (0.5, 1.5)  # of the image size
-SUBSTITUTES = 8  # images that are tried in the place of one that can't be read, before that is an error
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
-    """One sample of a run; equal requests give equal samples.
-
-    Attributes:
-        epoch: 0-based.
-        position: in the epoch, not wrapped: it goes on past n where the epoch's first images fill the last batch.
-        index: of the image in the label index.
-        height: of the network input, pixels.
-        width: of the network input, pixels.
-    """
-
-    epoch: int
-    position: int
-    index: int
-    height: int
-    width: int
-
-
-class Unreadable(NamedTuple):
-    """An image that could not be read: its place in the label index, and the reason."""
-
-    image: int
-    reason: str
-
-
-class Sample(NamedTuple):
-    """The answer to a request.
-
-    Attributes:
-        request: what was asked for.
-        image: (H, W, 3) uint8 BGR.
-        labels: (n, 5) float32 [class, cx, cy, w, h] cxcywhn of the image; (0, 5) without labels.
-        geometry: [h0, w0, ratio, pad_left, pad_top]; see ``Batch``.
-        unreadable: images that are not in it, for they could not be read.
-    """
-
-    request: SampleRequest
-    image: np.ndarray
-    labels: np.ndarray
-    geometry: tuple[float, float, float, float, float]
-    unreadable: Sequence[Unreadable] = ()
 
 
 class Batch(NamedTuple):
@@ -123,46 +62,6 @@ class Batch(NamedTuple):
     unreadable: Sequence[Unreadable] = ()
 
 
-def _generator(seed: int, epoch: int, position: int, number: int = 0) -> np.random.Generator:
-    """Philox (Salmon et al. 2011) with (seed, epoch) as key and the position in the counter's highest word.
-
-    A stream counts up from there in the lower words, so it would take 2^128 blocks to run into another one's numbers,
-    and 2^64 into those of the same position with another ``number``.
-    """
-    key = np.array([seed, epoch], np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, number, position], np.uint64)))
-
-
-def sample_rng(seed: int, epoch: int, position: int) -> np.random.Generator:
-    """All random numbers of the sample at ``position`` (not wrapped) of ``epoch``; seed and epoch are not negative."""
-    assert position < SHAPE_POSITION
-    return _generator(seed, epoch, position)
-
-
-def substitutes_rng(seed: int, epoch: int, position: int, number: int) -> np.random.Generator:
-    """Images in the place of the one of a sample that can't be read; ``number``: how many of it could not before."""
-    return _generator(seed, epoch, position, 1 + number)
-
-
-def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """(n,) int64 permutation of the image indices."""
-    return _generator(seed, epoch, ORDER_POSITION).permutation(n)
-
-
-def batch_imgsz(seed: int, epoch: int, k: int, imgsz: int, stride: int, multi_scale: bool) -> int:
-    """Image size of batch ``k``: with ``multi_scale`` a multiple of ``stride`` in [0.5, 1.5] x imgsz, else imgsz."""
-    if not multi_scale:
-        return imgsz
-    # Not below two strides: a coarsest map of a single cell has no spread for BatchNorm to measure.
-    low, high = max(math.ceil(MULTI_SCALE[0] * imgsz / stride), 2), max_imgsz(imgsz, stride, multi_scale) // stride
-    return stride * int(_generator(seed, epoch, SHAPE_POSITION, k).integers(low, high, endpoint=True))
-
-
-def max_imgsz(imgsz: int, stride: int, multi_scale: bool) -> int:
-    """Largest image size of any batch."""
-    return math.floor(MULTI_SCALE[1] * imgsz / stride) * stride if multi_scale else imgsz
-
-
 def resize_batch(images: Tensor, imgsz: int, stride: int) -> Tensor:
     """Stretch (B, C, H, W) float images bilinearly so that the longer side is ``imgsz``, sides multiples of ``stride``.
 
@@ -174,335 +73,6 @@ def resize_batch(images: Tensor, imgsz: int, stride: int) -> Tensor:
     if shape == [height, width]:
         return images
     return F.interpolate(images, size=shape, mode="bilinear", align_corners=False)
-
-
-class RectBatches(NamedTuple):
-    """Images batched by aspect ratio.
-
-    Attributes:
-        order: (n,) image indices by rising height / width; equal ones stay in index order.
-        shapes: K pairs (height, width), one for each run of ``batch`` images of ``order``.
-    """
-
-    order: np.ndarray
-    shapes: list[tuple[int, int]]
-
-
-def rect_batches(shapes: np.ndarray, batch: int, imgsz: int, stride: int, pad: float) -> RectBatches:
-    """Sort images by aspect ratio and give each batch the smallest shape that holds its images at ``imgsz``.
-
-    Args:
-        shapes: (n, 2) int [height, width] of the original images.
-        batch: images in a batch; the last one may have fewer.
-        imgsz: longer side of the images, pixels.
-        stride: the batch's sides are multiples of it.
-        pad: added to the sides, in strides, before they are rounded up.
-    """
-    order = np.argsort(shapes[:, 0] / shapes[:, 1], kind="stable")  # the default breaks ties by the kind of CPU
-    return RectBatches(
-        order,
-        [
-            _rect_shape(shapes[order[start]], shapes[order[min(start + batch, len(order)) - 1]], imgsz, stride, pad)
-            for start in range(0, len(order), batch)
-        ],
-    )
-
-
-def _rect_shape(widest: Sequence[int], tallest: Sequence[int], imgsz: int, stride: int, pad: float) -> tuple[int, int]:
-    """Shape of a batch between two originals [height, width]: square unless all its images lie or all stand."""
-    height = width = (1, 1)  # fractions of imgsz; kept as fractions, for a rounding error would cost a whole stride
-    if tallest[0] < tallest[1]:
-        height = (int(tallest[0]), int(tallest[1]))
-    elif widest[0] > widest[1]:
-        width = (int(widest[1]), int(widest[0]))
-    rows, columns = (stride * math.ceil(a * imgsz / (b * stride) + pad) for a, b in (height, width))
-    return rows, columns
-
-
-class TrainBatches:
-    """Endless batches of requests for one rank, epoch after epoch, from any batch of any epoch on.
-
-    Batch k of an epoch is its positions k B to k B + B - 1 over all ranks (B the global batch), and a rank's share a
-    slice of them. The last batch is filled up: from the epoch's start, or with rectangular batches from its own images.
-    Every batch is full on every rank, also when the set is smaller than the batch.
-
-    Args:
-        n: images in the set, at least one.
-        global_batch: images in a batch over all ranks, a multiple of ``world_size``.
-        seed: of the run, not negative.
-        rank: this process.
-        world_size: processes.
-        imgsz: height and width of square batches, pixels.
-        start_epoch: first epoch.
-        start_batch: first batch of the first epoch.
-        rect: shapes of rectangular batches of ``global_batch`` images; their order then changes with the epoch, and who
-            is in which does not.
-    """
-
-    def __init__(
-        self,
-        n: int,
-        global_batch: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        imgsz: int,
-        start_epoch: int = 0,
-        start_batch: int = 0,
-        rect: RectBatches | None = None,
-    ) -> None:
-        assert n > 0, "an empty set"
-        assert global_batch % world_size == 0, f"{global_batch} images over {world_size} ranks"
-        self.n = n
-        self.global_batch = global_batch
-        self.seed = seed
-        self.slots = np.arange(global_batch).reshape(world_size, -1)[rank]
-        self.imgsz = imgsz
-        self.start_epoch = start_epoch
-        self.start_batch = start_batch
-        self.rect = rect
-
-    def __len__(self) -> int:
-        """Batches in an epoch."""
-        return -(-self.n // self.global_batch)
-
-    def __iter__(self) -> Iterator[list[SampleRequest]]:
-        epoch, first = self.start_epoch, self.start_batch
-        while True:
-            order = epoch_order(self.n if self.rect is None else len(self), self.seed, epoch)
-            for k in range(first, len(self)):
-                yield self._requests(epoch, k, order)
-            epoch, first = epoch + 1, 0
-
-    def _requests(self, epoch: int, k: int, order: np.ndarray) -> list[SampleRequest]:
-        """This rank's share of batch ``k``; ``order`` permutes the epoch's images or rectangular batches."""
-        positions = k * self.global_batch + self.slots
-        if self.rect is None:
-            shape = (self.imgsz, self.imgsz)
-            indices = order[positions % self.n]
-        else:
-            shape = self.rect.shapes[order[k]]
-            start = order[k] * self.global_batch
-            members = self.rect.order[start : start + self.global_batch]
-            indices = members[self.slots % len(members)]
-        return [
-            SampleRequest(epoch, position, index, *shape)
-            for position, index in zip(positions.tolist(), indices.tolist(), strict=True)
-        ]
-
-
-def val_batches(index: LabelIndex, imgsz: int, batch: int, stride: int, pad: float = 0.5) -> list[list[SampleRequest]]:
-    """All batches of a validation pass, each image once; fixed by split, image size and batch, never by the ranks."""
-    rect = rect_batches(index.shapes, batch, imgsz, stride, pad)
-    requests = [
-        SampleRequest(0, position, image, *rect.shapes[position // batch])
-        for position, image in enumerate(rect.order.tolist())
-    ]
-    return [requests[start : start + batch] for start in range(0, len(requests), batch)]
-
-
-def create_cache(
-    index: LabelIndex, imgsz: int, mode: str, env: DistEnv = ALONE, *, train: bool, logger: logging.Logger | None = None
-) -> ImageCache:
-    """A cache for the resized images of a ``DetectionDataset`` on ``index``, which training interpolates otherwise.
-
-    Made by the first rank of each machine and shared by all its ranks. Collective: every rank must call it.
-
-    Args:
-        index: of the split.
-        imgsz: longer side of the images, pixels.
-        mode: ``ram``, ``disk`` or ``off``.
-        env: this rank's place.
-        train: whether the data set has ``hyp``.
-        logger: see ``ImageCache.create``.
-    """
-    shapes = augmentations.resized_shapes(index.shapes, imgsz)
-    interpolation = "linear" if train else "area"
-    cache = once_per_machine(
-        lambda: ImageCache.create(index, imgsz, mode, shapes=shapes, interpolation=interpolation, logger=logger), env
-    )
-    counts = gather_objects(cache.count, env)
-    if min(counts, default=0) < max(counts, default=0):
-        (logger or logging.getLogger("lockstep")).warning(
-            f"image cache: ranks hold {', '.join(map(str, counts))} images; those without decode them every time"
-        )
-    return cache
-
-
-class DetectionDataset(Dataset[Sample]):
-    """Answers requests; without state but for the caches, which never change an answer.
-
-    Args:
-        index: images and labels.
-        cache: of the resized images; see ``create_cache``.
-        hyp: augmentation of training; None for validation.
-        imgsz: longer side of the resized images, pixels.
-        seed: of the run.
-        rect: rectangular training: no mosaic.
-        strict: whether an image that can't be read ends the run. Else another one takes its place in training; in
-            validation it is grey.
-
-    Attributes:
-        leisure: of a loader process that shares its cores with training.
-        note: told which image is being read or made a sample of, by its place in the label index, and NO_IMAGE after
-            that.
-    """
-
-    def __init__(
-        self,
-        index: LabelIndex,
-        cache: ImageCache,
-        hyp: Hyp | None,
-        imgsz: int,
-        seed: int = 0,
-        rect: bool = False,
-        strict: bool = False,
-    ) -> None:
-        self.index = index
-        self.cache = cache
-        self.hyp = hyp
-        self.imgsz = imgsz
-        self.seed = seed
-        self.rect = rect
-        self.strict = strict
-        self.note: Callable[[int], None] = _nobody_asks
-        self.leisure: Leisure[SampleRequest, Sample] | None = None
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitems__(self, requests: Sequence[SampleRequest]) -> list[Sample]:
-        """Return the samples of a batch; PyTorch's loaders look for this method."""
-        return self.leisure(self.__getitem__, requests) if self.leisure else [self[request] for request in requests]
-
-    def __getitem__(self, request: SampleRequest) -> Sample:
-        sample = self._validation_sample(request) if self.hyp is None else self._training_sample(request, self.hyp)
-        self.note(NO_IMAGE)
-        return sample
-
-    def _training_sample(self, request: SampleRequest, hyp: Hyp) -> Sample:
-        rng = sample_rng(self.seed, request.epoch, request.position)
-        unreadable: list[Unreadable] = []
-        image, labels = self._augmented(request, hyp, rng, unreadable)
-        image = augmentations.adjust_hsv(image, hyp, rng)
-        image, labels = augmentations.flip(image, labels, hyp, rng)
-        labels = augmentations.labels_to_normalized(labels, request.height, request.width)
-        return Sample(request, image, labels, (0.0, 0.0, 0.0, 0.0, 0.0), unreadable)
-
-    def load(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Image ``i`` with its longer side at the image size, and its labels.
-
-        The image is (h, w, 3) uint8 BGR and may be the cache's own, not to be written to; the labels are (n, 5)
-        [class, x1, y1, x2, y2] pixels, a copy.
-
-        Raises:
-            ImageError: it is gone, or not what it was when the index was made.
-        """
-        self.note(i)
-        image = self.cache.get(i)
-        if image is None:
-            height, width = self.index.shapes[i].tolist()
-            if self.hyp is None:  # published figures are measured on images that are decoded whole
-                image = read_image(self.index.path(i), (height, width))
-                image = augmentations.resize_longest(image, self.imgsz, cv2.INTER_AREA)
-            else:
-                reduction = augmentations.decoding_reduction(height, width, self.imgsz)
-                image = read_image(self.index.path(i), (height, width), reduction)
-                image = augmentations.resize_longest(image, self.imgsz, cv2.INTER_LINEAR, (height, width))
-            self.cache.put(i, image)
-        return image, augmentations.labels_to_pixels(self.index.labels(i), *image.shape[:2])
-
-    def _load_or_replace(
-        self, i: int, request: SampleRequest, unreadable: list[Unreadable]
-    ) -> tuple[int, np.ndarray, np.ndarray]:
-        """Image ``i``, or one in its place that can be read, a function of the request: its number, and as of `load`.
-
-        Args:
-            i: place in the label index.
-            request: of the sample.
-            unreadable: images of the sample that could not be read; grows.
-
-        Raises:
-            LostDataError: too many others can't be read either.
-        """
-        substitutes = None
-        for _ in range(1 + SUBSTITUTES):
-            try:
-                return i, *self.load(i)
-            except ImageError as error:
-                if self.strict:
-                    raise
-                if substitutes is None:
-                    substitutes = substitutes_rng(self.seed, request.epoch, request.position, len(unreadable))
-                unreadable.append(self._unreadable(i, error))
-                i = int(substitutes.integers(len(self)))
-        last = unreadable[-1]
-        raise LostDataError(
-            f"{1 + SUBSTITUTES} images in a row, drawn at random, could not be read, the last one was "
-            f"{self.index.path(last.image)}: {last.reason}; is the disk with the data still there?"
-        )
-
-    def _unreadable(self, i: int, error: ImageError) -> Unreadable:
-        return Unreadable(i, " ".join(str(error).removeprefix(f"{self.index.path(i)}: ").split()))
-
-    def _augmented(
-        self, request: SampleRequest, hyp: Hyp, rng: np.random.Generator, unreadable: list[Unreadable]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The geometric part of a training sample: mosaic, maybe mixed with a second one, or a single image."""
-        if self.rect or rng.random() >= hyp.mosaic:
-            i, image, labels = self._load_or_replace(request.index, request, unreadable)
-            outlines = self._outlines(i, image)
-            return augmentations.letterbox_warp(image, labels, (request.height, request.width), hyp, rng, outlines)
-        sample = self._mosaic(request.index, request, hyp, rng, unreadable)
-        if rng.random() < hyp.mixup:
-            second = self._mosaic(int(rng.integers(len(self))), request, hyp, rng, unreadable)
-            sample = augmentations.mixup(sample, second, rng)
-        return sample
-
-    def _mosaic(
-        self, i: int, request: SampleRequest, hyp: Hyp, rng: np.random.Generator, unreadable: list[Unreadable]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Image ``i`` with three partners from the whole set, in random places."""
-        members = rng.permutation([i, *rng.integers(len(self), size=3)]).tolist()
-        loaded = [self._load_or_replace(member, request, unreadable) for member in members]
-        samples = [(image, labels) for _, image, labels in loaded]
-        outlines = [self._outlines(member, image) for member, image, _ in loaded]
-        return augmentations.mosaic(samples, request.height, hyp, rng, outlines)
-
-    def _outlines(self, i: int, image: np.ndarray) -> Polygons | None:
-        """Outlines of the labels of image ``i``, in pixels of its resized image; None if there are none."""
-        outlines = self.index.outlines(i)
-        if outlines is None:
-            return None
-        return outlines._replace(points=outlines.points * np.array(image.shape[1::-1], np.float32))
-
-    def _validation_sample(self, request: SampleRequest) -> Sample:
-        """The resized image in the middle of its batch's shape."""
-        height, width = self.index.shapes[request.index].tolist()
-        unreadable = []
-        try:
-            image, labels = self.load(request.index)
-        except ImageError as error:
-            if self.strict:
-                raise
-            unreadable.append(self._unreadable(request.index, error))
-            shape = augmentations.resized_shape(height, width, self.imgsz)
-            image = np.full((*shape, 3), augmentations.GREY, np.uint8)
-            labels = augmentations.labels_to_pixels(self.index.labels(request.index), *shape)
-        # Boxes use the halves of the padding as they are, pixels the rounded ones: where the padding is odd, boxes are
-        # half a pixel off. Published figures of YOLOv5 are measured so.
-        pad_left, pad_top = (request.width - image.shape[1]) / 2, (request.height - image.shape[0]) / 2
-        labels[:, [1, 3]] += pad_left
-        labels[:, [2, 4]] += pad_top
-        labels = augmentations.labels_to_normalized(labels, request.height, request.width)
-        padded, _, _ = augmentations.letterbox(image, (request.height, request.width))
-        ratio = self.imgsz / max(height, width)
-        return Sample(request, padded, labels, (height, width, ratio, pad_left, pad_top), unreadable)
-
-
-def _nobody_asks(i: int) -> None:
-    """Take no note."""
 
 
 def collate(samples: Sequence[Sample], batch_size: int, slots: BatchSlots | None = None) -> Batch:

@@ -1,5 +1,6 @@
 """Which devices a flag names, and how much memory of one this process holds."""
 
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -84,3 +85,24 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+@functools.cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def upload(images: Tensor, device: torch.device) -> Tensor:
+    """Return a batch in pinned memory on a device, copied while that still computes what it was given before.
+
+    The host runs ahead of a CUDA device, but in one stream a copy would wait until all work before it is done, and the
+    device for the copy. In a stream of its own it begins at once.
+    """
+    if device.type != "cuda":
+        return images.to(device, non_blocking=True)
+    computing, copying = torch.cuda.current_stream(device), _copies(device)
+    with torch.cuda.stream(copying):
+        moved = images.to(device, non_blocking=True)
+    computing.wait_stream(copying)
+    moved.record_stream(computing)  # else the next copy could take its memory as soon as nobody here holds it
+    return moved

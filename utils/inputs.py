@@ -21,13 +21,13 @@ from utils.compilation import check_compiler
 from utils.config import ROOT, Hyp, TrainConfig, ValConfig, build_config, config_to_dict, load_hyp
 from utils.data_config import DataConfig, is_fetched, load_data
 from utils.data_parallel import replica_devices
-from utils.dataloaders import max_imgsz
 from utils.dataset import LabelIndex, check_same_data, open_splits
 from utils.devices import check_half
 from utils.errors import Problems, UserError
 from utils.heartbeat import Phase, beat
 from utils.loggers import loggers_from_names
 from utils.logging import get_logger
+from utils.order import max_imgsz
 from utils.preflight import check_disk, check_run_folder
 from utils.steps import Precision, choose_precision
 from utils.torch_utils import (

@@ -34,6 +34,7 @@ from utils.devices import parse_device
 from utils.errors import ENDS, NO_PROGRESS, RESUMABLE, USER_ERROR, LostPeerError, Stopped, ended_by
 from utils.heartbeat import STALLED
 from utils.interrupts import BEGAN, STARTED
+from utils.run_folder import how_to_go_on
 from utils.torch_utils import LOST, TIMED_OUT, DistEnv
 
 OURS = "LOCKSTEP_LAUNCHER"  # in a worker's environment: the process that started it
@@ -43,6 +44,7 @@ LOST_PEER = (*LOST, "NCCL error")
 SAME_MOMENT = 0.5  # seconds in which ranks that meet the same error meet it
 LOGS = "lockstep-launch-"
 STOPPED = "stopped"  # left beside a worker's error file when it stopped as it was asked to
+RUN = "run"  # beside it as well: the folder of the worker's run, so that the launcher can tell how to go on
 PR_SET_PDEATHSIG = 1
 
 
@@ -118,7 +120,7 @@ def launch(
         failure = explain(error.failures, _note(logs), [_last_line(text) for text in _tracebacks(_last_life(logs))])
         if failure.status == RESUMABLE and not any(logs.rglob(STOPPED)):  # before there was anything to save
             return replace(failure, text=f"rank {failure.rank} was told to stop; all other ranks were ended")
-        return failure
+        return replace(failure, text="\n".join([failure.text, *_how_to_go_on(logs)])) if failure.text else failure
     except SignalException as error:
         if any(logs.rglob(STOPPED)):  # its worker has said how to go on
             return Failure(RESUMABLE, None, "")
@@ -174,6 +176,12 @@ def _variables(values: Mapping[str, str]) -> Iterator[None]:
 def _note(logs: Path) -> str:
     """Return what a watchdog has left for the launcher when it ended the workers' last life; "" if it did not."""
     return next((path.read_text() for path in sorted(_last_life(logs).glob(f"*/{STALLED}"))), "")
+
+
+def _how_to_go_on(logs: Path) -> list[str]:
+    """Return the line that tells how to go on with the workers' run, none where nothing was saved."""
+    runs = [path.read_text() for path in _last_life(logs).glob(f"*/{RUN}")]
+    return how_to_go_on(Path(runs[0])) if runs else []
 
 
 def _last_life(logs: Path) -> Path:
@@ -290,6 +298,13 @@ def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
         os._exit(status)
 
     return leave
+
+
+def tell_launcher(run_dir: Path) -> None:
+    """Leave the folder of this worker's run where the launcher finds it, if that is ours."""
+    if OURS in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        with contextlib.suppress(OSError):  # of a full disk; it is only for a line
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(RUN).write_text(str(run_dir))
 
 
 def _say_once(error: Exception) -> None:

@@ -196,14 +196,19 @@ def sabotaged(data: Path, folder: Path, sabotage: str) -> Ended:
     return ended
 
 
+def going_on(folder: Path) -> str:
+    return f"go on with: python train.py --resume {folder / 'runs/run'}"
+
+
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_worker_raises(data: Path, tmp_path: Path, rank: int) -> None:
-    """L13: its traceback and rank are the last thing to be read, and nothing else is said of it."""
+    """L13: its traceback, its rank and how to go on are the last to be read, and nothing else is said of it."""
     ended = sabotaged(data, tmp_path, f"{rank} raise")
     assert ended.status == 1
-    assert ended.lines[-2:] == [
+    assert ended.lines[-3:] == [
         "RuntimeError: broken on purpose",
         f"rank {rank} failed with status 1; all other ranks were ended",
+        going_on(tmp_path),
     ]
     assert ended.stderr.count("Traceback") == ended.stderr.count("broken on purpose\n") == 1
     assert re.search(r'train\.py", line \d+, in train_epoch\n', ended.stderr)
@@ -216,10 +221,11 @@ def test_a_worker_is_killed(data: Path, tmp_path: Path, rank: int) -> None:
     """L13: said with its rank; that others lost their peer is not what the user reads."""
     ended = sabotaged(data, tmp_path, f"{rank} worker-SIGKILL")
     assert ended.status == 128 + signal.SIGKILL
-    assert ended.lines[-1] == (
+    assert ended.lines[-2:] == [
         f"rank {rank} was killed by SIGKILL; if nobody did that, the machine ran out of memory; all other ranks were "
-        "ended"
-    )
+        "ended",
+        going_on(tmp_path),
+    ]
     assert "Traceback" not in ended.stderr
     assert ended.left == []
 
@@ -230,9 +236,10 @@ def test_a_worker_leaves(data: Path, tmp_path: Path, rank: int) -> None:
     """L13: status 0 in the middle of a run is no success."""
     ended = sabotaged(data, tmp_path, f"{rank} leave")
     assert ended.status == 1
-    assert ended.lines[-2:] == [
+    assert ended.lines[-3:] == [
         "another rank left in the middle of the run, without an error of its own",
         f"rank {1 - rank} failed with status 1; all other ranks were ended",
+        going_on(tmp_path),
     ]
     assert ended.left == []
 
@@ -245,7 +252,7 @@ def test_the_launcher_is_stopped(data: Path, tmp_path: Path, name: str) -> None:
     ended = sabotaged(data, tmp_path, f"0 launcher-{name}")
     assert ended.status == 143
     by = "Ctrl-C" if name == "SIGINT" else name
-    assert ended.lines[-2:] == [f"stopped by {by}", f"go on with: python train.py --resume {tmp_path / 'runs/run'}"]
+    assert ended.lines[-2:] == [f"stopped by {by}", going_on(tmp_path)]
     assert ended.stderr.count("stopped by") == 1
     assert ended.left == []
 
