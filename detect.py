@@ -12,9 +12,11 @@ from own_packages import check_packages
 check_packages()
 
 from utils.config import DetectConfig, parse_detect
+from utils.errors import end_quietly_by_ctrl_c
 from utils.preflight import check_opencv
 
 if __name__ == "__main__":
+    end_quietly_by_ctrl_c()
     parse_detect(sys.argv[1:])  # --help and mistyped flags end here, before torch is imported
     check_opencv()
 

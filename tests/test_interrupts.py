@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,21 @@ def test_where_nothing_can_be_held() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert entered == [signal.SIG_IGN, signal.default_int_handler]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks at what a process has loaded")
+def test_while_torch_is_imported(tmp_path: Path) -> None:
+    """As other programs end: no traceback of a module that has nothing to do with it."""
+    process = subprocess.Popen(
+        [sys.executable, str(PROJECT / "train.py")],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where this is run in the background
+    )
+    while process.poll() is None and "libtorch_cpu" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said) == (-signal.SIGINT, "")

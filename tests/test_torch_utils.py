@@ -300,6 +300,20 @@ def test_torchrun_inside_slurm(no_launcher: pytest.MonkeyPatch) -> None:
     assert (dist_env().world_size, dist_env().local_world_size) == (8, 4)
 
 
+def test_a_launcher_in_each_of_several_tasks(no_launcher: pytest.MonkeyPatch) -> None:
+    """ultralytics/yolov5#12429: two on a machine wanted one port, and with a port each would train alone."""
+    set_all(no_launcher, SLURM, "0 4 4 1 1 0 2(x2) a,b 1")
+    set_all(no_launcher, LAUNCHER_VARIABLES, "0 0 2 2 host 29500")
+    no_launcher.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(UserError, match=r"SLURM started this launcher 2 times on this machine.*--ntasks-per-node=1"):
+        dist_env()
+    no_launcher.setenv("SLURM_PTY_PORT", "40000")  # typed in a shell, which is one of the tasks
+    assert dist_env().world_size == 2
+    no_launcher.delenv("SLURM_PTY_PORT")
+    set_all(no_launcher, SLURM, "0 2 2 1 0 1 1(x2) a,b 1")  # one on each machine
+    assert dist_env().world_size == 2
+
+
 def test_a_batch_script_is_one_process(no_launcher: pytest.MonkeyPatch) -> None:
     """Outside a step SLURM's variables describe the job, not this process; a step of one task is one process."""
     set_all(no_launcher, SLURM, "0 4 4 0 0 0 4 a 1")

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -177,8 +178,19 @@ def ended_by(stop: BaseException) -> int:
     return status
 
 
+def end_quietly_by_ctrl_c() -> None:
+    """Let Ctrl-C end this script as it ends other programs, without the traceback of what was being imported.
+
+    For the seconds up to `run_cli`; does nothing where it is ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run_cli(main: Callable[[], int | None]) -> NoReturn:
     """Run a script's main function and leave the process with its status; see `ended_by`."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         status = main()
     except ENDS as stop:

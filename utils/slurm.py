@@ -70,6 +70,32 @@ def slurm_place(variables: Mapping[str, str]) -> SlurmPlace | None:
     return place
 
 
+def check_launched_once(variables: Mapping[str, str]) -> None:
+    """Check that a launcher whose worker this is was not itself started by each of several tasks of a machine.
+
+    One of them would fail, for the port is in use (ultralytics/yolov5#12429), or each would train alone. A shell in a
+    step (``srun --pty``) is the first of its tasks, and may start a launcher.
+
+    Args:
+        variables: the environment of the worker.
+
+    Raises:
+        UserError: it was.
+    """
+    if "SLURM_PTY_PORT" in variables:
+        return
+    try:
+        place = slurm_place(variables)
+    except UserError:  # a launcher needs none of them
+        return
+    if place is not None and place.local_world_size > 1:
+        raise UserError(
+            f"SLURM started this launcher {place.local_world_size} times on this machine, and each starts ranks of its "
+            "own: give srun --ntasks-per-node=1, or let it start the ranks: srun python train.py ..., without a "
+            "launcher. If the other tasks are something else, unset SLURM_STEP_ID"
+        )
+
+
 def tasks_per_node(text: str) -> list[int]:
     """Expand what SLURM writes: ``2(x3),1`` is [2, 2, 2, 1].
 

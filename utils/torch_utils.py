@@ -29,7 +29,7 @@ from utils.errors import ENDS, DivergedError, LostPeerError, Problems, UserError
 from utils.heartbeat import begun, collective, waiting
 from utils.logging import get_logger
 from utils.network import interface_towards, ipv4_addresses
-from utils.slurm import SlurmPlace, slurm_place
+from utils.slurm import SlurmPlace, check_launched_once, slurm_place
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -84,7 +84,7 @@ def dist_env() -> DistEnv:
     later, by `process_group`.
 
     Raises:
-        UserError: variables are missing or contradict each other.
+        UserError: variables are missing or contradict each other, or SLURM started launchers side by side.
     """
     values = {name: os.environ.get(name, "") for name in LAUNCHER_VARIABLES}
     if not any(values[name] for name in LAUNCHER_VARIABLES[:3]):
@@ -94,6 +94,8 @@ def dist_env() -> DistEnv:
         values = {name: str(value) for name, value in zip(LAUNCHER_VARIABLES, place_values(place), strict=True)}
         values |= {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
         os.environ.update(values, GROUP_RANK=str(place.node_rank))
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        check_launched_once(os.environ)
     missing = [name for name, value in values.items() if not value]
     if missing:
         there = " ".join(f"{name}={value}" for name, value in values.items() if value)

@@ -29,7 +29,14 @@ CABLE = "rail0"
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
 PACKET = 65_536  # bytes at most
 # What the system's commands say where a right or a part of the kernel is missing; all else is a mistake of a test.
-MISSING = ("not permitted", "ermission denied", "not supported", "nknown device type", "kind is unknown", "No such file")
+MISSING = (
+    "not permitted",
+    "ermission denied",
+    "not supported",
+    "nknown device type",
+    "kind is unknown",
+    "No such file",
+)
 
 
 @dataclass
