@@ -20,6 +20,7 @@ def header(run: Run) -> str:
     trained = sum(parameter.numel() for parameter in run.raw_model.parameters() if parameter.requires_grad)
     taken = {name: value for name, value in run.data.defaults.items() if getattr(config, name) == value}
     own = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in taken.items())
+    gflops = count_flops(run.ema.module, run.imgsz) / 1e9
     times_seen = schedule.batches_per_epoch * plan.global_batch / len(run.train_index)
     lines = [
         ("Lockstep", f"{lockstep_version()}, {machine(run.env.device)}"),
@@ -38,7 +39,7 @@ def header(run: Run) -> str:
             "network",
             f"{Path(config.cfg or config.weights).name}: {parameters:,} parameters"
             + (f" ({trained:,} trained)" if trained < parameters else "")
-            + f", {count_flops(run.ema.module, run.imgsz) / 1e9:.1f} GFLOPs at {run.imgsz} px",
+            + f", {gflops:.{1 if gflops >= 1 else 3}f} GFLOPs at {run.imgsz} px",
         ),
         (
             "batch",

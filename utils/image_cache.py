@@ -92,7 +92,9 @@ class ImageCache:
                 reasons.append(f"{folder}: {error.strerror or error}")
             else:
                 room = f"the first {file.count} of {index.n} images" if file.count < index.n else f"{index.n} images"
-                logger.info(f"image cache: {mode}, {room}, {len(file.map) / 1e9:.2f} GB in {folder}")
+                megabytes = len(file.map) / 1e6
+                size = f"{megabytes:.3g} MB" if megabytes < 999.5 else f"{megabytes / 1000:.1f} GB"
+                logger.info(f"image cache: {mode}, {room}, {size} in {folder}")
                 return cls(file, verify=mode == "disk")
         logger.warning(f"image cache is off, images are decoded every time ({'; '.join(reasons)})")
         return cls()
