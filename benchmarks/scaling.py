@@ -42,6 +42,7 @@ from benchmarks.scaling_rank import cores
 from utils.data_config import DataConfig, check_split_paths
 from utils.errors import UserError, run_cli
 from utils.image_lists import list_images
+from utils.interrupts import stops_end_the_process
 from utils.labels import label_path
 
 RANKS = 2
@@ -49,6 +50,7 @@ LIMIT = 0.9  # of the rate of two independent runs, for two ranks without SyncBN
 BUSY = 0.9  # of its core's time that a rank has to itself, else other programs have disturbed the figures
 MANY_EPOCHS = 10_000  # so that no round is the last one
 VAL_BATCHES = 12  # a multiple of RANKS
+OF_ROUNDS, OF_DEVICES = ("steps", "skip", "rounds", "starts", "labels"), ("device", "workers")  # flags
 SIDE_BY_SIDE, TWO_RANKS, SYNC_BN = "side by side", "two ranks", "SyncBN"
 
 
@@ -301,6 +303,19 @@ def main() -> None:
     settings = Settings(**options)
     if target and not target.absolute().parent.is_dir():
         raise UserError(f"--out {target}: there is no folder {target.absolute().parent}")
+    unused = OF_ROUNDS if others["devices"] else OF_DEVICES
+    typed = [name for name in unused if {**options, **others}[name] != parser.get_default(name)]
+    if typed:
+        names = ", ".join(f"--{name}" for name in typed)
+        raise UserError(
+            f"{names}: no effect {'with' if others['devices'] else 'without'} --devices; leave out what has none"
+        )
+    with stops_end_the_process():  # the ranks' processes as well
+        answer(settings, options, others, target)
+
+
+def answer(settings: Settings, options: Mapping[str, Any], others: Mapping[str, Any], target: Path | None) -> None:
+    """Measure what was asked for, print it, and write it to a file if one is named."""
     if others["devices"]:
         shared = {name: options[name] for name in ("data", "cfg", "imgsz", "local_batch", "amp")}
         measure_devices(DeviceSettings(**shared, **others), target)

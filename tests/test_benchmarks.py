@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import checkpoint
+from benchmarks import checkpoint, scaling
 from benchmarks.scaling import SIDE_BY_SIDE, SYNC_BN, TWO_RANKS, Bench, Settings, report, summarize
 from benchmarks.scaling_rank import cores
 from tests.common import PROJECT
@@ -84,6 +84,19 @@ def test_settings_that_measure_nothing_are_refused(tmp_path: Path) -> None:
     for change in ({"skip": 3}, {"skip": -1}, {"rounds": 0}, {"starts": 0}, {"labels": 0}, {"local_batch": 0}):
         with pytest.raises(UserError, match=f"--{next(iter(change)).replace('_', '-')} "):
             settings(tmp_path, **change)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--device", "0,1"], "--device: no effect without --devices"),
+        (["--devices", "1,2", "--steps", "5", "--rounds", "2"], "--steps, --rounds: no effect with --devices"),
+    ],
+)
+def test_flags_without_effect_are_refused(words: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["scaling", *words])
+    with pytest.raises(UserError, match=said):
+        scaling.main()
 
 
 def made_round(side_by_side: float, two_ranks: float, sync_bn: float) -> dict[str, list[dict[str, float]]]:
