@@ -26,6 +26,7 @@ if __name__ == "__main__":
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import shlex
@@ -93,6 +94,7 @@ from utils.run_state import (
 from utils.samples import DetectionDataset, create_cache
 from utils.seeds import seed_everything
 from utils.skips import LIMIT, LIMIT_FP16, SkipLog
+from utils.spikes import SpikeLog
 from utils.stalls import Pace, watched
 from utils.steps import MAX_GRAD_NORM, BufferSnapshot, guarded_step
 from utils.sync_bn import average_statistics, convert_sync_bn
@@ -116,6 +118,7 @@ from utils.torch_utils import (
 
 LOSSES = ("box", "obj", "cls")
 SHOWN_IMAGES = 8  # names in a warning
+SHOWN_SPIKES = 3  # warnings of an epoch
 STOP = "stop"  # posted by a rank that is asked to in a validation
 
 
@@ -177,6 +180,7 @@ def carry_out(run: Run, resumed: bool) -> Results:
             with pace.epoch():
                 losses = train_epoch(run, train_batches, clock, step_done)
             say_unreadable(run, train_batches.take_unreadable())
+            say_spikes(run)
 
             # 6. epoch end: validation, files, verdict ---------------------------------------------------------------
             end_epoch(run, losses, val_batches, clock)
@@ -244,6 +248,7 @@ def set_up(
         writer=CheckpointWriter(functools.partial(check_claim, run_dir)),
         ballot=Ballot(env),
         skips=SkipLog(env.device),
+        spikes=SpikeLog(env.device),
         stop=StopRequest(seconds_of(config.time_limit)),
         state=TrainState(),
         unreadable=UnreadableImages(run_dir),
@@ -317,6 +322,7 @@ def train_epoch(
 
         run.meter.update(items)
         run.skips.add_batch(state.step, batch.indices.tolist(), items)
+        run.spikes.add(state.step, batch.indices.tolist(), items)
         if step_now:
             optimizer_step(run, parameters)
         step_done()
@@ -324,6 +330,7 @@ def train_epoch(
         if progress.advance(run.plan.global_batch):
             progress.show(run.mean_losses(), schedule.lr(i)[1], images.shape[2], run.waited())
             look_at_skips(run)
+            run.spikes.read()
         if step_now:
             between_windows(run, voted, i)
     progress.close()
@@ -368,9 +375,8 @@ def look_at_skips(run: Run) -> None:
     own = [run.train_index.path(i) for window in skipped for i in window.images]
     paths = sorted({path for paths in all_gather_objects(own, run.env) for path in paths})
     if paths:
-        shown = ", ".join(paths[:SHOWN_IMAGES]) + (", ..." if len(paths) > SHOWN_IMAGES else "")
         steps = ", ".join(str(window.step) for window in skipped)
-        get_logger().warning(f"the loss was not finite in optimizer step {steps}, with these images: {shown}")
+        get_logger().warning(f"the loss was not finite in optimizer step {steps}, with these images: {shown(paths)}")
 
 
 def say_unreadable(run: Run, own: Mapping[int, str]) -> None:
@@ -383,6 +389,23 @@ def say_unreadable(run: Run, own: Mapping[int, str]) -> None:
     shares = gather_objects({run.train_index.path(i): reason for i, reason in own.items()}, run.env)
     found = {path: reason for share in shares for path, reason in share.items()}
     run.unreadable.tell("train", found, REPLACED, get_logger())
+
+
+def say_spikes(run: Run) -> None:
+    """Name batches of an epoch whose loss leapt. Collective: every rank must call it."""
+    own = [(spike, [run.train_index.path(i) for i in spike.images]) for spike in run.spikes.take()]
+    found = sorted(itertools.chain(*gather_objects(own, run.env)), key=lambda pair: pair[0].step)
+    for spike, paths in found[:SHOWN_SPIKES]:
+        get_logger().warning(
+            f"the loss leapt to {spike.loss:.3g} in optimizer step {spike.step}, {spike.before:.3g} at most before, "
+            f"with these images: {shown(paths)}; look at them and their labels. Weights of before are kept with "
+            "--save-period, to start from (--weights)"
+        )
+
+
+def shown(paths: Sequence[str]) -> str:
+    """Return paths for a message, not too many."""
+    return ", ".join(paths[:SHOWN_IMAGES]) + (", ..." if len(paths) > SHOWN_IMAGES else "")
 
 
 def stop_if_diverged(run: Run) -> None:

@@ -36,6 +36,7 @@ ROWS = (
         "utils.seeds",
         "utils.skips",
         "utils.slurm",
+        "utils.spikes",
         "utils.steps",
         "utils.torch_files",
         "utils.watchdog",

@@ -30,6 +30,7 @@ from utils.plots import Plots
 from utils.run_folder import has_checkpoint, how_to_go_on, versions, write_resume_file
 from utils.seeds import rng_state, set_rng_state
 from utils.skips import SkipLog
+from utils.spikes import SpikeLog
 from utils.steps import BufferSnapshot, Precision
 from utils.torch_utils import BatchPlan, DistEnv, ModelEMA, StateView, all_gather_rows, all_reduce_sum, barrier
 
@@ -146,6 +147,7 @@ class Run:
     writer: CheckpointWriter
     ballot: Ballot
     skips: SkipLog
+    spikes: SpikeLog
     stop: StopRequest
     state: TrainState
     unreadable: UnreadableImages
