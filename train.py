@@ -53,7 +53,7 @@ from utils.data_parallel import accumulating, replica_devices, replicate, wrap
 from utils.data_report import NOTHING_FOUND, REPLACED, UnreadableImages, write_report
 from utils.dataloaders import Batch, TrainLoader, ValLoader, choose_num_workers, resize_batch, train_loader, val_loader
 from utils.devices import to_device, upload
-from utils.errors import DivergedError, NotWrittenError, run_cli
+from utils.errors import DivergedError, NotWrittenError, run_script
 from utils.flags import given_flags
 from utils.header import header, remedies
 from utils.heartbeat import Phase, beat
@@ -715,4 +715,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault(STARTED, str(BEGAN))
-    run_cli(as_worker(main))
+    run_script(as_worker(main))

@@ -4,7 +4,6 @@ A worker is the same script with the same command line; that it is one of severa
 under a launcher that was typed by hand.
 """
 
-import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -31,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from utils.devices import parse_device
-from utils.errors import ENDS, NO_PROGRESS, RESUMABLE, USER_ERROR, LostPeerError, Stopped, ended_by
+from utils.errors import ENDS, NO_PROGRESS, RESUMABLE, USER_ERROR, LostPeerError, Stopped, ended_by, leave
 from utils.heartbeat import STALLED
 from utils.interrupts import BEGAN, STARTED
 from utils.run_folder import how_to_go_on
@@ -262,9 +261,8 @@ def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
     """Make a script's main function fit to be run by a launcher.
 
     The process ends with the launcher, also if that is killed; an exception is handed to the launcher, and one of ours
-    prints it when all workers are gone, so that it is the last thing to be read. A worker leaves without taking the
-    interpreter down: threads of Gloo that a group left behind would abort it then, now and again, and it may take
-    seconds.
+    prints it when all workers are gone, so that it is the last thing to be read. A worker leaves by `leave`: threads of
+    Gloo that a group left behind would abort it, now and again, if the interpreter were taken down.
     """
     launcher = "TORCHELASTIC_RUN_ID" in os.environ or OURS in os.environ
     if not launcher:
@@ -285,19 +283,16 @@ def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
 
     recorded: Callable[[], int | None] = record(ended)
 
-    def leave() -> NoReturn:
+    def run_and_leave() -> NoReturn:
         try:
             status = recorded() or 0
         except Exception as error:
             status = 1
             if OURS not in os.environ:  # else the launcher says it, when all are gone
                 _say_once(error)
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        leave(status)
 
-    return leave
+    return run_and_leave
 
 
 def tell_launcher(run_dir: Path) -> None:

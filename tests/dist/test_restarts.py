@@ -4,16 +4,19 @@ pytest -m slow tests/dist/test_restarts.py
 """
 
 import random
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.common import PROJECT
 from tests.dist.launch import HEADER, kill, ranks_of, start, wait_for
 from tests.runs import CHILD_ENVIRONMENT, assert_same_run, flags, make_data
+from tests.test_start import SPEC
 from utils.errors import DivergedError
 from utils.restarts import Life, begin_life, find_own_run
 
@@ -24,14 +27,20 @@ NO_PROGRESS = 93
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_data(tmp_path_factory.mktemp("data"), 24, 8)
+    path = make_data(tmp_path_factory.mktemp("data"), 24, 8)
+    (path.parent / "net.yaml").write_text(yaml.safe_dump(SPEC))  # what is restarted does not matter here
+    return path
+
+
+def line(data: Path, folder: Path, *more: str) -> list[str]:
+    return flags(data, folder, LINE, f"--cfg {shlex.quote(str(data.parent))}/net.yaml", *more)
 
 
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """A run that was left alone, and the seconds from its header to its end."""
     folder = tmp_path_factory.mktemp("whole")
-    run = start([*flags(data, folder, LINE), "--device", "cpu,cpu"], folder, folder / "said")
+    run = start(line(data, folder, "--device cpu,cpu"), folder, folder / "said")
     began = wait_for(HEADER, run, folder / "said")
     assert run.wait(LIMIT) == 0, (folder / "said").read_text()
     return folder / "run", time.monotonic() - began
@@ -41,7 +50,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, f
 @pytest.mark.parametrize("number", range(20))
 def test_a_rank_is_killed(data: Path, whole: tuple[Path, float], tmp_path: Path, number: int) -> None:
     """At a random moment; no hang, no second folder, no double row."""
-    run = start([*flags(data, tmp_path, LINE), "--device", "cpu,cpu"], tmp_path, tmp_path / "said")
+    run = start(line(data, tmp_path, "--device cpu,cpu"), tmp_path, tmp_path / "said")
     wait_for(HEADER, run, tmp_path / "said")
     share = random.Random(number).random() if number else 0.4  # the one of the default run is surely in its middle
     time.sleep(share * whole[1])
@@ -58,7 +67,7 @@ def test_a_rank_is_killed(data: Path, whole: tuple[Path, float], tmp_path: Path,
 @pytest.mark.slow
 def test_one_worker(data: Path, tmp_path: Path) -> None:
     """A run on a single device has a launcher too, if it is to be started again."""
-    run = start(flags(data, tmp_path, LINE), tmp_path, tmp_path / "said")
+    run = start(line(data, tmp_path), tmp_path, tmp_path / "said")
     wait_for(HEADER, run, tmp_path / "said")
     kill(ranks_of(run.pid)[0])
     assert run.wait(LIMIT) == 0, (tmp_path / "said").read_text()

@@ -17,10 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from tests.dist.launch import HEADER, descendants, free_port, kill, ranks_of, start, torchrun, wait_for
 from tests.runs import assert_same_run, flags, make_data, results, train_here
+from tests.test_start import SPEC
 from utils.errors import UserError
 from utils.torch_utils import load_checkpoint
 
@@ -32,11 +34,15 @@ LINE = f"--batch {BATCH} --nbs 180 --epochs {EPOCHS} --save-steps 1 --patience 0
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_data(tmp_path_factory.mktemp("data"), IMAGES, 6)
+    path = make_data(tmp_path_factory.mktemp("data"), IMAGES, 6)
+    (path.parent / "net.yaml").write_text(yaml.safe_dump(SPEC))
+    return path
 
 
 def line(data: Path, folder: Path, ranks: int, *more: str) -> list[str]:
-    return [*flags(data, folder, LINE), "--device", ",".join(["cpu"] * ranks), *more]
+    """On two ranks YOLOv5n; a third one adds to who shares the batch, whatever the network."""
+    cfg = [] if ranks == 2 else ["--cfg", str(data.parent / "net.yaml")]
+    return [*flags(data, folder, LINE), "--device", ",".join(["cpu"] * ranks), *cfg, *more]
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +156,21 @@ def weights(run_dir: Path) -> Tensor:
     return torch.cat([tensor.double().flatten() for name, tensor in pairs if name.endswith(("weight", "bias"))])
 
 
+@pytest.fixture(scope="module")
+def left_alone(more_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Path]:
+    """The folder of a run that was left alone, by number of ranks and precision."""
+
+    @functools.cache
+    def run_of(ranks: int, dtype: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"alone-{ranks}-{dtype}")
+        script = ["-m", "tests.dist.stopping", "SIGTERM", 0, dtype, *calm(more_data, folder)]
+        done = torchrun(script, ranks, port=free_port(), timeout=LIMIT)
+        assert done.returncode == 0, done.stderr
+        return folder / "run"
+
+    return run_of
+
+
 @pytest.mark.parametrize(
     ("ranks", "others", "dtype"),
     [
@@ -164,17 +185,17 @@ def weights(run_dir: Path) -> Tensor:
         )
     ],
 )
-def test_on_another_number_of_ranks(more_data: Path, tmp_path: Path, ranks: int, others: int, dtype: str) -> None:
+def test_on_another_number_of_ranks(
+    more_data: Path, left_alone: Callable[[int, str], Path], tmp_path: Path, ranks: int, others: int, dtype: str
+) -> None:
     """The same images with the same gradients: weights agree with the run that was left alone."""
-    own = calm(more_data, tmp_path / "whole")
-    done = torchrun(["-m", "tests.dist.stopping", "SIGTERM", 0, dtype, *own], ranks, port=free_port(), timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
+    whole = left_alone(ranks, dtype)
     said, moved = stopped_and_moved(more_data, tmp_path / "moved", ranks, others, dtype)
     assert re.search(r"resuming from .*, epoch 1, batch \d+\n", said)
-    expected, found = weights(tmp_path / "whole/run"), weights(moved)
+    expected, found = weights(whole), weights(moved)
     far = {"float32": 1e-4, "float64": 1e-10}[dtype]
     assert ((found - expected).norm() / expected.norm()).item() <= far
-    tables = [results(run_dir) for run_dir in (tmp_path / "whole/run", moved)]
+    tables = [results(run_dir) for run_dir in (whole, moved)]
     losses = [table.filter(like="train/").to_numpy() for table in tables]
     np.testing.assert_allclose(losses[1], losses[0], rtol={"float32": 1e-3, "float64": 2e-5}[dtype])
 
