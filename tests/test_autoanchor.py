@@ -11,8 +11,9 @@ import yaml
 from torch import Tensor
 
 from models.families import YOLOV5, fit_anchors
+from models.parser import generic_anchors
 from models.start import with_anchor_count
-from models.yolo import DetectionModel, generic_anchors
+from models.yolo import DetectionModel
 from tests.common import PROJECT, SHARED, needs_shared
 from utils import autoanchor
 from utils.autoanchor import label_sizes, measure, search, vary

@@ -83,6 +83,8 @@ ROWS = (
     ("utils.samples",),
     ("utils.dataloaders",),
     ("models.common", "models.shapes", "utils.plots"),
+    ("models.head",),
+    ("models.parser",),
     ("models.yolo",),
     ("models.looks", "utils.weights"),
     ("models.families",),

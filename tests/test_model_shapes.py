@@ -10,8 +10,9 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.memory import saved_bytes
+from models.parser import ACTIVATIONS
 from models.shapes import Costs, Map, follow
-from models.yolo import ACTIVATIONS, DetectionModel, count_flops
+from models.yolo import DetectionModel, count_flops
 from tests.common import PROJECT
 from utils.config import load_yaml
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.yolo import OPTIONAL_KEYS, REQUIRED_KEYS, DetectionModel, check_keys
+from models.parser import OPTIONAL_KEYS, REQUIRED_KEYS, check_keys
+from models.yolo import DetectionModel
 from utils.checkpoint_files import check_readable, checkpoint_content, is_own, non_finite, opened
 from utils.config import SHIPPED, load_yaml
 from utils.errors import UserError
