@@ -187,6 +187,7 @@ def carry_out(run: Run, resumed: bool) -> Results:
 
         # 7. end -----------------------------------------------------------------------------------------------------
         results = finish(run, val_batches, clock)
+        tell_launcher(None)
         stack.close()  # waits for the pictures
         run.callbacks.train_end(train_end(run, results.evaluation))
     if run.writer.failed:
@@ -322,7 +323,7 @@ def train_epoch(
 
         run.meter.update(items)
         run.skips.add_batch(state.step, batch.indices.tolist(), items)
-        run.spikes.add(state.step, batch.indices.tolist(), items)
+        run.spikes.add(state.step, batch.indices.tolist(), items * run.plan.world_size)
         if step_now:
             optimizer_step(run, parameters)
         step_done()
@@ -392,10 +393,12 @@ def say_unreadable(run: Run, own: Mapping[int, str]) -> None:
 
 
 def say_spikes(run: Run) -> None:
-    """Name batches of an epoch whose loss leapt. Collective: every rank must call it."""
+    """Name batches whose loss leapt since the last call. Collective: every rank must call it."""
     own = [(spike, [run.train_index.path(i) for i in spike.images]) for spike in run.spikes.take()]
     found = sorted(itertools.chain(*gather_objects(own, run.env)), key=lambda pair: pair[0].step)
-    for spike, paths in found[:SHOWN_SPIKES]:
+    for _, of_step in itertools.islice(itertools.groupby(found, lambda pair: pair[0].step), SHOWN_SPIKES):
+        spikes, images = zip(*of_step, strict=True)
+        spike, paths = max(spikes, key=lambda spike: spike.loss), [path for own in images for path in own]
         get_logger().warning(
             f"the loss leapt to {spike.loss:.3g} in optimizer step {spike.step}, {spike.before:.3g} at most before, "
             f"with these images: {shown(paths)}; look at them and their labels. Weights of before are kept with "
@@ -417,6 +420,7 @@ def stop_if_diverged(run: Run) -> None:
     if run.skips.in_row < (LIMIT_FP16 if run.scaler.is_enabled() else LIMIT):  # the same on all ranks
         return
     save_in_epoch(run)
+    say_spikes(run)
     once(run.writer.wait, run.env)
     where = "could not be written" if run.writer.failed else f"are in {run.weights_dir / 'last.pt'}"  # rank 0 speaks
     raise DivergedError(
@@ -438,6 +442,7 @@ def between_windows(run: Run, voted: torch.Tensor, i: int) -> None:
     stop_if_diverged(run)
     stop, save = run.ballot.count(voted, i)
     if stop:
+        say_spikes(run)
         leave(run)
     every = run.config.save_steps
     # A wish that was on its way while the one before it was granted is no wish for another.

@@ -14,7 +14,7 @@ from tests.test_start import SPEC
 from utils.loss import DetectionLoss
 from utils.spikes import FACTOR, LONGEST, SETTLED, Spike, SpikeLog
 
-AT = SETTLED + 8  # the micro-batch whose loss leaps, in the last epoch of the run below
+AT = SETTLED + 8  # the micro-batch whose loss leaps in the run below
 
 
 def noted(totals: list[float], look_every: int = 10) -> list[Spike]:

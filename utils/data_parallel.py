@@ -25,13 +25,8 @@ THROW_AWAY_PASSES = 2
 # Gradients leave in buckets of about so many MiB, each as soon as it is full. YOLOv5n has 7 MiB of them, YOLOv5s 28:
 # with PyTorch's own 25 nearly all would leave when the backward pass is over and nothing is left to hide the exchange.
 BUCKET_MIB = 4
-COMPILER = "torch._dynamo"  # takes most of a second to import, and 60 MB, in every rank
-
-
-class _WithoutCompiler(DistributedDataParallel):
-    """Its forward pass as it is, without the decorator that keeps a compiler out of it and imports that first."""
-
-    _inside_ddp_forward = contextmanager(inspect.unwrap(DistributedDataParallel._inside_ddp_forward))
+COMPILER = "torch._dynamo"  # takes a second to import, in every rank
+INSIDE = "_inside_ddp_forward"  # context manager of DDP around the network's forward pass
 
 
 class _Later(SimpleNamespace):
@@ -43,6 +38,21 @@ class _Later(SimpleNamespace):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(self._name), name)
+
+
+def _ddp() -> type[DistributedDataParallel]:
+    """Return DDP; as long as nobody has imported the compiler, with a forward pass that needs none.
+
+    It has a decorator that keeps the compiler out of it, and imports that first.
+    """
+    decorated = getattr(DistributedDataParallel, INSIDE, None)
+    if COMPILER in sys.modules or decorated is None:
+        return DistributedDataParallel
+    return type(
+        DistributedDataParallel.__name__,
+        (DistributedDataParallel,),
+        {INSIDE: contextmanager(inspect.unwrap(decorated))},
+    )
 
 
 @contextmanager
@@ -96,7 +106,7 @@ def wrap(raw_model: nn.Module, env: DistEnv, precision: Precision, images: Tenso
         )
     with warnings.catch_warnings(), _compiler_not_imported():
         warnings.simplefilter("ignore", FutureWarning)  # newer versions would call broadcast_buffers another name
-        model = (DistributedDataParallel if COMPILER in sys.modules else _WithoutCompiler)(
+        model = _ddp()(
             raw_model,
             device_ids=[env.device] if env.device.type == "cuda" else None,
             broadcast_buffers=False,  # at every forward pass; SyncBN or `sync_bn.average_buffers` do without

@@ -1,4 +1,4 @@
-"""Which devices a flag names, and how much memory of one this process holds."""
+"""Which devices a flag names, how tensors get there, and how much memory of one this process holds."""
 
 import functools
 import os

@@ -6,6 +6,7 @@ import difflib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, TypeVar
@@ -183,9 +184,9 @@ def ended_by(stop: BaseException) -> int:
 def end_quietly_by_ctrl_c() -> None:
     """Let Ctrl-C end this script as it ends other programs, without the traceback of what was being imported.
 
-    For the seconds up to `run_cli`; does nothing where it is ignored.
+    For the seconds up to `run_cli`; does nothing where it is ignored, or where the script is not alone in its process.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if _alone() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -204,20 +205,29 @@ def run_cli(main: Callable[[], int | None]) -> NoReturn:
 
 
 def run_script(main: Callable[[], int | None]) -> NoReturn:
-    """Do as `run_cli` does, for a process that does nothing else."""
+    """Do as `run_cli` does, and leave at once if the script is alone in its process; see `leave`."""
+    alone = _alone()
     try:
         run_cli(main)
     except SystemExit as end:
-        leave(end.code if isinstance(end.code, int) else 0)
+        if not alone or not isinstance(end.code, int):
+            raise
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does in the end
+        leave(end.code)
+
+
+def _alone() -> bool:
+    """Whether the script that called the caller is all there is: no notebook, debugger or profiler runs it."""
+    return sys._getframe(2).f_back is None and not sys.flags.inspect
 
 
 def leave(status: int) -> NoReturn:
     """End the process without taking the interpreter down, which takes half a second where torch was imported.
 
-    What is left to be done at exit is done, and what was printed is out.
+    Functions of `atexit` are called, and what was printed is out.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(BrokenPipeError):  # nobody reads it any more
             stream.flush()
     os._exit(status)

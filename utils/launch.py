@@ -179,8 +179,8 @@ def _note(logs: Path) -> str:
 
 def _how_to_go_on(logs: Path) -> list[str]:
     """Return the line that tells how to go on with the workers' run, none where nothing was saved."""
-    runs = [path.read_text() for path in _last_life(logs).glob(f"*/{RUN}")]
-    return how_to_go_on(Path(runs[0])) if runs else []
+    newest = max(logs.rglob(RUN), key=lambda path: path.stat().st_mtime, default=None)
+    return how_to_go_on(Path(os.fsdecode(newest.read_bytes()))) if newest else []
 
 
 def _last_life(logs: Path) -> Path:
@@ -261,8 +261,8 @@ def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
     """Make a script's main function fit to be run by a launcher.
 
     The process ends with the launcher, also if that is killed; an exception is handed to the launcher, and one of ours
-    prints it when all workers are gone, so that it is the last thing to be read. A worker leaves by `leave`: threads of
-    Gloo that a group left behind would abort it, now and again, if the interpreter were taken down.
+    prints it when all workers are gone, so that only how to go on is read after it. A worker leaves by `leave`: if the
+    interpreter were taken down, threads of Gloo that a group left behind would abort it, now and again.
     """
     launcher = "TORCHELASTIC_RUN_ID" in os.environ or OURS in os.environ
     if not launcher:
@@ -295,11 +295,16 @@ def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
     return run_and_leave
 
 
-def tell_launcher(run_dir: Path) -> None:
-    """Leave the folder of this worker's run where the launcher finds it, if that is ours."""
-    if OURS in os.environ and "TORCHELASTIC_ERROR_FILE" in os.environ:
-        with contextlib.suppress(OSError):  # of a full disk; it is only for a line
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(RUN).write_text(str(run_dir))
+def tell_launcher(run_dir: Path | None) -> None:
+    """Leave the folder of this worker's run where our launcher finds it; None: nothing of the run is left to do."""
+    if OURS not in os.environ or "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
+    note = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(RUN)
+    with contextlib.suppress(OSError):  # of a full disk; it is only for a line
+        if run_dir is None:
+            note.unlink(missing_ok=True)
+        else:
+            note.write_bytes(os.fsencode(run_dir))
 
 
 def _say_once(error: Exception) -> None:

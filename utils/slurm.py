@@ -90,9 +90,9 @@ def check_launched_once(variables: Mapping[str, str]) -> None:
         return
     if place is not None and place.local_world_size > 1:
         raise UserError(
-            f"SLURM started this launcher {place.local_world_size} times on this machine, and each starts ranks of its "
-            "own: give srun --ntasks-per-node=1, or let it start the ranks: srun python train.py ..., without a "
-            "launcher. If the other tasks are something else, unset SLURM_STEP_ID"
+            f"this SLURM step has {place.local_world_size} tasks on this machine, and a launcher in each would start "
+            "ranks of its own: give srun --ntasks-per-node=1, or let it start the ranks: srun python train.py ..., "
+            "without a launcher. If that is what you want, unset SLURM_STEP_ID"
         )
 
 

@@ -19,7 +19,7 @@ class Spike:
 
     Attributes:
         step: its optimizer step, 0-based.
-        loss: of this rank's share, all parts added up.
+        loss: all parts added up.
         before: the largest before it.
         images: its images.
     """
@@ -32,6 +32,8 @@ class Spike:
 
 class SpikeLog:
     """Notes taken on the device and read at log points, so that no step waits for the host.
+
+    Each rank compares its own images' loss. They are of one process: a resumed run settles anew.
 
     Args:
         device: of the training.
@@ -50,7 +52,7 @@ class SpikeLog:
         Args:
             step: optimizer steps before it.
             images: places of its images in the label index.
-            losses: of this rank, (3,); those that are not finite are the business of `utils.skips`.
+            losses: of this rank, (3,), as large as those of all; what is not finite is the business of `utils.skips`.
         """
         loss = losses.detach().sum()
         if self._seen >= SETTLED and len(self._batches) < LONGEST:
@@ -60,13 +62,14 @@ class SpikeLog:
         self._largest = torch.maximum(KEPT * self._largest, loss.nan_to_num(0.0, 0.0, 0.0))
 
     def read(self) -> None:
-        """Look at what was noted since the last call. One host sync."""
+        """Look at what was noted since the last call, at least every LONGEST micro-batches. One host sync."""
         for (step, images), loss, before in zip(self._batches, *self._noted.tolist(), strict=False):
             if math.isfinite(loss) and loss > FACTOR * before:
                 self._found.append(Spike(step, loss, before, images))
         self._batches.clear()
 
     def take(self) -> list[Spike]:
-        """Return what was found since the last call."""
+        """Return what was found since the last call. One host sync."""
+        self.read()
         taken, self._found = self._found, []
         return taken

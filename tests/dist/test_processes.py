@@ -82,8 +82,9 @@ def test_all_raise_at_once(data: Path, tmp_path: Path, launcher: str) -> None:
     assert by_ranks.count("Traceback (most recent call last)") == 1, run.said
     assert by_ranks.count("RuntimeError: broken on purpose\n") == 1
     if not before:
-        last = run.said.splitlines()[-1]
+        last, going_on = run.said.splitlines()[-2:]
         assert re.fullmatch("2 ranks failed with this error, rank [01] with status 1; all ranks were ended", last)
+        assert going_on == f"go on with: python train.py --resume {tmp_path / 'run'}"
     state = load_checkpoint(tmp_path / "run/weights/last.pt")["state"]
     assert state["epoch"] == 0 and state["batch"] in (1, 2)
     again = start(["--resume", str(tmp_path / "run"), "--epochs", "1"], tmp_path, tmp_path / "resumed")

@@ -38,12 +38,13 @@ def line(data: Path, folder: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """A run that was left alone, and the seconds from its header to its end."""
+    """A run that was left alone, and the seconds from its header to the end of its last epoch's training."""
     folder = tmp_path_factory.mktemp("whole")
     run = start(line(data, folder, "--device cpu,cpu"), folder, folder / "said")
     began = wait_for(HEADER, run, folder / "said")
+    trained = wait_for("3/3 100%", run, folder / "said")
     assert run.wait(LIMIT) == 0, (folder / "said").read_text()
-    return folder / "run", time.monotonic() - began
+    return folder / "run", trained - began
 
 
 @pytest.mark.slow
@@ -52,7 +53,7 @@ def test_a_rank_is_killed(data: Path, whole: tuple[Path, float], tmp_path: Path,
     """At a random moment; no hang, no second folder, no double row."""
     run = start(line(data, tmp_path, "--device cpu,cpu"), tmp_path, tmp_path / "said")
     wait_for(HEADER, run, tmp_path / "said")
-    share = random.Random(number).random() if number else 0.4  # the one of the default run is surely in its middle
+    share = random.Random(number).random() if number else 0.4  # the first is surely in its middle
     time.sleep(share * whole[1])
     ranks = ranks_of(run.pid)
     for pid in ranks[number % 2 : number % 2 + 1]:
