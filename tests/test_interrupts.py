@@ -185,3 +185,25 @@ def test_while_torch_is_imported(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert (process.returncode, said) == (-signal.SIGINT, "")
+
+
+def test_a_script_that_is_run_by_something_else(tmp_path: Path) -> None:
+    """A notebook's %run, a debugger or a profiler keeps its process, and its Ctrl-C."""
+    code = f"""
+        import runpy, signal, sys
+        sys.argv = ["train.py", "--data", "nowhere.yaml"]
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            runpy.run_path({str(PROJECT / "train.py")!r}, run_name="__main__")
+        except SystemExit as end:
+            print("kept", end.code, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        env=CHILD_ENVIRONMENT | {"PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "kept 2 True\n", done.stderr
