@@ -13,7 +13,7 @@ import pytest
 
 from tests.common import PROJECT
 from tests.runs import CHILD_ENVIRONMENT, flags, make_data
-from utils.interrupts import PATIENCE, STOP_SIGNALS, interrupts_held
+from utils.interrupts import PATIENCE, SAME_MOMENT, STOP_SIGNALS, interrupts_held
 
 # A process that presses Ctrl-C itself, in a hook of its fork number FORK.
 AT_FORK = """
@@ -125,14 +125,15 @@ def test_held_and_let_through() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 @pytest.mark.parametrize(
-    ("numbers", "status"),
+    ("numbers", "pause", "status"),
     [
-        ([signal.SIGINT, signal.SIGUSR1, signal.SIGHUP], 7),
-        ([signal.SIGTERM], 7),
-        ([signal.SIGTERM, signal.SIGTERM], -signal.SIGTERM),
+        ([signal.SIGINT, signal.SIGUSR1, signal.SIGHUP], 0.0, 7),
+        ([signal.SIGTERM], 0.0, 7),
+        ([signal.SIGTERM, signal.SIGTERM], 0.0, 7),  # from a scheduler and the launcher
+        ([signal.SIGTERM, signal.SIGTERM], SAME_MOMENT + 0.1, -signal.SIGTERM),
     ],
 )
-def test_a_child_that_has_no_handlers_yet(numbers: list[signal.Signals], status: int) -> None:
+def test_a_child_that_has_no_handlers_yet(numbers: list[signal.Signals], pause: float, status: int) -> None:
     """It leaves to its parent what all of a group get, and serves on for a while after SIGTERM; not for ever."""
     befores = {number: signal.signal(number, lambda number, frame: None) for number in STOP_SIGNALS}
     try:
@@ -141,6 +142,7 @@ def test_a_child_that_has_no_handlers_yet(numbers: list[signal.Signals], status:
             if child == 0:
                 for number in numbers:
                     signal.raise_signal(number)
+                    time.sleep(pause)
                 asked = signal.SIGTERM in numbers
                 os._exit(7 if (0 < signal.alarm(0) <= PATIENCE) == asked else 1)
     finally:

@@ -257,7 +257,7 @@ def test_script_with_guard(data: Path, tmp_path: Path) -> None:
         "True 0 runs/run Extra(word='beside')",
         "True 0 runs/run own",
     ]
-    assert done.stdout.count("imported for yes\n") == 3, "here and in both workers"
+    assert done.stdout.count("imported for yes") == 3, "here and in both workers"
     assert done.stdout.endswith("done run [Extra(word='beside'), 'own']\n")
 
 

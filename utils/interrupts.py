@@ -12,6 +12,7 @@ from utils.errors import Stopped
 
 CTRL_C = "Ctrl-C"
 STARTED = "LOCKSTEP_STARTED"  # in a script's environment: when it or its launcher began, on the monotonic clock
+SAME_MOMENT = 2.0  # seconds in which SIGTERM comes twice where a scheduler and the launcher send it
 PATIENCE = 60  # seconds that a loader process serves on after SIGTERM: as long as the launcher waits for a run to save
 BEGAN = time.monotonic()  # of this process, about
 # SIGINT is that, SIGTERM a scheduler's or the launcher's, SIGUSR1 SLURM's notice of the end, SIGHUP a lost terminal.
@@ -68,6 +69,14 @@ def stops_end_the_process() -> contextlib.AbstractContextManager[None]:
     return _handled(stop, [number for number in STOP_SIGNALS if number != signal.SIGINT])
 
 
+def stops_need_no_python() -> contextlib.AbstractContextManager[None]:
+    """Context in which a signal to stop ends the process as it is; for waits in C, where no handler of Python's runs.
+
+    Nothing that is begun then is cleaned up.
+    """
+    return _handled(signal.SIG_DFL, STOP_SIGNALS)
+
+
 class StopRequest:
     """What asks a run to stop, so that it stops where that costs nothing; a context manager.
 
@@ -105,8 +114,18 @@ class StopRequest:
 
 
 def end_in_a_while() -> None:
-    """End this process after SIGTERM: in a while, for its parent may still need it, or at once when asked again."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """End this process after SIGTERM: in a while, for its parent may still need it, or when asked again later.
+
+    A scheduler that signals all processes of a job, and the launcher that hears of it, ask at the same moment.
+    """
+    asked = time.monotonic()
+
+    def again(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - asked > SAME_MOMENT:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    signal.signal(signal.SIGTERM, again if hasattr(signal, "alarm") else signal.SIG_DFL)
     if hasattr(signal, "alarm"):
         signal.alarm(PATIENCE)
     else:

@@ -27,6 +27,7 @@ from utils.checkpoint_files import check_finite, load_checkpoint, previous_path,
 from utils.devices import as_typed, parse_device
 from utils.errors import ENDS, DivergedError, LostPeerError, Problems, UserError
 from utils.heartbeat import begun, collective, waiting
+from utils.interrupts import stops_need_no_python
 from utils.logging import get_logger
 from utils.network import interface_towards, ipv4_addresses
 from utils.slurm import SlurmPlace, check_launched_once, slurm_place
@@ -239,11 +240,12 @@ def _connect(env: DistEnv, timeout: timedelta) -> None:
     if on_nccl and interface is not None and interface != "lo" and not os.environ.get("NCCL_SOCKET_IFNAME"):
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
     try:
-        store = _meet(env, timeout)
-        name = "cpu:gloo,cuda:nccl" if on_nccl else "gloo"
-        dist.init_process_group(name, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
-        _board.append(store)
-        dist.monitored_barrier(timeout=timedelta(seconds=MEET_TIMEOUT))  # names the ranks that do not come
+        with stops_need_no_python():  # there is nothing to clean up yet, and the other ranks may never come
+            store = _meet(env, timeout)
+            name = "cpu:gloo,cuda:nccl" if on_nccl else "gloo"
+            dist.init_process_group(name, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+            _board.append(store)
+            dist.monitored_barrier(timeout=timedelta(seconds=MEET_TIMEOUT))  # names the ranks that do not come
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UserError(

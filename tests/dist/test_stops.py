@@ -6,6 +6,7 @@ pytest -m slow tests/dist/test_stops.py
 import os
 import random
 import signal
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -151,3 +152,18 @@ def test_ignored_signals_stay_ignored(data: Path, tmp_path: Path) -> None:
     for pid in [run.pid, *descendants(run.pid)]:
         os.kill(pid, signal.SIGHUP)
     assert run.wait(LIMIT) == 0, (tmp_path / "said").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_while_it_waits_for_the_first_rank(data: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """That wait is in C, where Python's handlers do not run: it lasted until the launcher killed the rank."""
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        place = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+        place |= {"MASTER_PORT": nobody.getsockname()[1], "OMP_NUM_THREADS": 1}
+        environment = os.environ | {name: str(value) for name, value in place.items()}
+        run = start(flags(data, tmp_path, LINE), tmp_path, tmp_path / "said", env=environment)
+        nobody.settimeout(LIMIT)
+        with nobody.accept()[0]:  # it is there, and never hears anything
+            run.send_signal(number)
+            assert run.wait(10) == -number, (tmp_path / "said").read_text()
+    assert (tmp_path / "said").read_text() == ""
