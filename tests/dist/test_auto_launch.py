@@ -117,8 +117,12 @@ def run(arguments: list[str], folder: Path, sabotage: str = "", script: str = "t
         time.sleep(0.05)
     end = time.time()
     noted = float(note.read_text()) - start if sabotage else 0.0
-    left = sorted(path.name for path in tmp.iterdir() if path.name.startswith("lockstep"))
-    return Ended(done.returncode, done.stdout, done.stderr, noted, end - start, left)
+    return Ended(done.returncode, done.stdout, done.stderr, noted, end - start, left_in(folder))
+
+
+def left_in(folder: Path) -> list[str]:
+    """Temporary files of ours."""
+    return sorted(path.name for path in (folder / TMP).iterdir() if path.name.startswith("lockstep"))
 
 
 # --- runs that succeed -----------------------------------------------------------------------------------------------
@@ -130,7 +134,7 @@ def pair(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, li
     folder = tmp_path_factory.mktemp("pair")
     with ThreadPoolExecutor() as pool:
         both = list(pool.map(lambda _: run(line(data, folder), folder), range(2)))
-    return folder, both
+    return folder, [ended._replace(left=left_in(folder)) for ended in both]  # the first saw files of the other
 
 
 def test_two_runs_at_once(pair: tuple[Path, list[Ended]]) -> None:
