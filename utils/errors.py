@@ -210,10 +210,10 @@ def run_script(main: Callable[[], int | None]) -> NoReturn:
     try:
         run_cli(main)
     except SystemExit as end:
-        if not alone or not isinstance(end.code, int):
+        if not alone or not isinstance(end.code, int | None):
             raise
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does in the end
-        leave(end.code)
+        leave(end.code or 0)
 
 
 def _alone() -> bool:
