@@ -1,18 +1,32 @@
 """What several test modules share."""
 
+import gzip
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 PROJECT = Path(__file__).resolve().parents[1]
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="reference data is not here")
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="real images and trained weights are not here")
 needs_root = pytest.mark.skipif(not hasattr(os, "setresuid") or os.geteuid() != 0, reason="needs to change its user")
 NOBODY = 65534
+
+
+def golden(name: str) -> Any:
+    """Return recorded figures: the arrays of an .npz file by name, or what is in a JSON file. See golden/README.md."""
+    path = PROJECT / "tests/golden" / name
+    if path.suffix == ".npz":
+        with np.load(path) as arrays:
+            return dict(arrays)
+    data = path.read_bytes()
+    return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.common import SHARED, needs_shared
+from tests.common import golden
 from utils.boxes import (
     box_iou,
     ciou,
@@ -163,9 +163,8 @@ class TestIou:
 
 
 class TestCiou:
-    @needs_shared
     def test_reference(self) -> None:
-        case = np.load(SHARED / "golden" / "ciou_case.npz")
+        case = golden("ciou_case.npz")
         iou, complete = ciou(torch.from_numpy(case["box1_xywh"]), torch.from_numpy(case["box2_xywh"]))
         np.testing.assert_allclose(iou, case["iou"], rtol=0, atol=1e-9)
         np.testing.assert_allclose(complete, case["ciou"], rtol=0, atol=1e-9)
@@ -218,10 +217,9 @@ class TestCiou:
 
 
 class TestNms:
-    @needs_shared
     @pytest.mark.parametrize("setting", NMS_SETTINGS)
     def test_reference(self, setting: str) -> None:
-        case = np.load(SHARED / "golden" / "nms_case.npz")
+        case = golden("nms_case.npz")
         detections = non_max_suppression(torch.from_numpy(case["pred"]), **NMS_SETTINGS[setting])
         assert len(detections) == 2
         for i, kept in enumerate(detections):

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.common import SHARED, needs_shared
+from tests.common import SHARED, golden, needs_shared
 from utils.augmentations import GREY, letterbox, resize_longest, resized_shape, resized_shapes
 from utils.config import Hyp
 from utils.dataloaders import choose_num_workers, collate, resize_batch, train_loader, val_loader
@@ -60,7 +60,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> LabelIndex:
 
 
 @pytest.fixture(scope="module")
-def golden(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], LabelIndex]:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], LabelIndex]:
     """The recorded images, and an index of them in recorded order.
 
     Many have the same aspect ratio, and which comes first was then settled by the sorting code of one kind of CPU. With
@@ -78,8 +78,8 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], LabelI
 
 
 @needs_shared
-def test_validation_reproduces_the_recorded_batches(golden: tuple[list[dict], LabelIndex]) -> None:
-    rows, index = golden
+def test_validation_reproduces_the_recorded_batches(recorded: tuple[list[dict], LabelIndex]) -> None:
+    rows, index = recorded
     arrays = np.load(SHARED / "golden/val_batches.npz")
     seen = 0
     with closing(val_loader(DetectionDataset(index, OFF, None, 640), 16, DistEnv(), 2)) as loader:
@@ -108,17 +108,26 @@ def test_validation_reproduces_the_recorded_batches(golden: tuple[list[dict], La
     assert seen == len(rows)
 
 
-@needs_shared
-def test_recorded_shapes_in_folder_order(golden: tuple[list[dict], LabelIndex]) -> None:
+def test_recorded_shapes_in_folder_order() -> None:
     """Without the recorded order of ties: the shapes are the same, and ties are in index order."""
-    rows, recorded = golden
+    recorded = golden("val_shapes.npz")
     shuffle = np.random.default_rng(0).permutation(128)
-    shapes = recorded.shapes[shuffle]
+    shapes = recorded["original_hw"][shuffle]
     rect = rect_batches(shapes, 16, 640, 32, 0.5)
-    assert rect.shapes == [tuple(row["batch_hw"]) for row in rows[::16]]
+    assert [list(shape) for shape in rect.shapes] == recorded["batch_hw"][::16].tolist()
     ratios = shapes[rect.order, 0] / shapes[rect.order, 1]
     keys = list(zip(ratios, rect.order, strict=True))
     assert keys == sorted(keys)
+
+
+def test_recorded_sizes_and_padding() -> None:
+    recorded = golden("val_shapes.npz")
+    sizes = resized_shapes(recorded["original_hw"], 640)
+    np.testing.assert_allclose(sizes / recorded["original_hw"], recorded["ratio_hw"], rtol=1e-12)
+    for (height, width), shape, pad in zip(sizes, recorded["batch_hw"], recorded["pad_wh"], strict=True):
+        padded, *offsets = letterbox(np.zeros((height, width, 3), np.uint8), tuple(shape))
+        assert padded.shape[:2] == tuple(shape)
+        assert offsets == [round(side - 0.1) for side in pad.tolist()]
 
 
 def test_rectangular_shapes() -> None:

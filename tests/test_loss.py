@@ -1,6 +1,5 @@
 """The loss: golden values, gradients, and the sums-and-counts form that ranks rely on."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.common import SHARED, needs_shared
+from tests.common import golden
 from utils.config import Hyp
 from utils.loss import DetectionLoss
 
@@ -36,13 +35,11 @@ def compute(loss_of: DetectionLoss, outputs: list[Tensor], targets: Tensor) -> t
 
 @pytest.fixture(scope="module")
 def case() -> dict[str, Any]:
-    arrays = dict(np.load(SHARED / "golden/loss_case.npz"))
-    facts = json.loads((SHARED / "golden/loss_case.json").read_text())
+    arrays, facts = golden("loss_case.npz"), golden("loss_case.json")
     outputs = [torch.from_numpy(arrays[f"pred{level}"]).requires_grad_() for level in range(3)]
     return {"arrays": arrays, "facts": facts, "outputs": outputs, "targets": torch.from_numpy(arrays["targets"])}
 
 
-@needs_shared
 def test_golden_loss_gradients_and_matches(case: dict[str, Any]) -> None:
     arrays, outputs = case["arrays"], case["outputs"]
     loss_of = criterion()
@@ -57,14 +54,12 @@ def test_golden_loss_gradients_and_matches(case: dict[str, Any]) -> None:
         assert (gradient - expected).norm() <= 1e-6 * expected.norm()
 
 
-@needs_shared
 def test_golden_loss_without_targets(case: dict[str, Any]) -> None:
     loss, items = compute(criterion(), case["outputs"], torch.zeros(0, 6))
     np.testing.assert_allclose(loss.item(), case["facts"]["loss_empty_targets"], rtol=1e-6)
     np.testing.assert_allclose(items.detach().numpy(), case["facts"]["items_empty"], rtol=1e-6)
 
 
-@needs_shared
 @pytest.mark.parametrize("variant", ["label_smoothing=0.1", "fl_gamma=1.5", "obj_pw=0.7", "cls_pw=0.5"])
 def test_golden_variants(case: dict[str, Any], variant: str) -> None:
     key, value = variant.split("=")

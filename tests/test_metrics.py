@@ -1,6 +1,5 @@
 """Matching, AP, the summary and the confusion matrix against reference figures, pycocotools and worked examples."""
 
-import json
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.common import SHARED, needs_shared
+from tests.common import golden
 from utils.metrics import (
     CURVE_POINTS,
     IOU_THRESHOLDS,
@@ -121,13 +120,10 @@ class TestMatching:
 
 
 def ap_cases() -> list[dict[str, Array]]:
-    path = SHARED / "golden" / "ap_cases.json"
-    cases = json.loads(path.read_text()) if path.is_file() else []
-    return [{key: np.array(value) for key, value in case.items()} for case in cases]
+    return [{key: np.array(value) for key, value in case.items()} for case in golden("ap_cases.json.gz")]
 
 
 class TestAveragePrecision:
-    @needs_shared
     @pytest.mark.parametrize("case", ap_cases(), ids=lambda case: f"seed{case['seed']}")
     def test_reference(self, case: dict[str, Array]) -> None:
         metrics = ap_per_class(case["tp"].astype(bool), case["conf"], case["pred_cls"], case["target_cls"])

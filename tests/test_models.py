@@ -1,7 +1,6 @@
 """The networks: golden names, shapes and outputs; the strict YAML; loading of weights; families."""
 
 import copy
-import json
 import math
 from collections.abc import Callable
 from functools import cache
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from models.common import SPP, SPPF, Concat
 from models.families import YOLOV3, YOLOV5, family_of
 from models.yolo import DetectionModel, count_flops, load_state
-from tests.common import PROJECT, SHARED, needs_shared
+from tests.common import PROJECT, SHARED, golden, needs_shared
 from utils.boxes import non_max_suppression, scale_boxes
 from utils.config import Hyp
 from utils.errors import UserError
@@ -90,10 +89,9 @@ def golden_state() -> dict[str, Tensor]:
     return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
 
-@needs_shared
 @pytest.mark.parametrize("name", sorted(GFLOPS))
 def test_names_order_shapes_counts_and_strides_are_the_published_ones(name: str) -> None:
-    facts = json.loads((SHARED / "golden/architectures.json").read_text())[name]
+    facts = golden("architectures.json.gz")[name]
     model = on_meta(name)
     assert [(key, list(value.shape)) for key, value in model.state_dict().items()] == list(facts["state_dict"].items())
     assert sum(parameter.numel() for parameter in model.parameters()) == facts["parameters"]
