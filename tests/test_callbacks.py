@@ -1,4 +1,4 @@
-"""Callbacks: what they are told in real runs, how they stop one, how they fail, and what may be one."""
+"""Callbacks (A4): what they are told in real runs, how they stop one, how they fail, and what may be one."""
 
 import dataclasses
 import json

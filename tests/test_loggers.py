@@ -1,4 +1,4 @@
-"""The built-in loggers: what they write in real runs, also in one that was killed and resumed."""
+"""The built-in loggers (A4): what they write in real runs, also in one that was killed and resumed."""
 
 import json
 import math

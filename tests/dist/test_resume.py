@@ -87,7 +87,7 @@ VICTIMS = ("launcher", "first rank", "last rank", "all")
 
 @pytest.mark.parametrize(
     ("ranks", "number"),
-    [(2, 3), *(pytest.param(2, number, marks=pytest.mark.slow) for number in range(20) if number != 3)]
+    [(2, 3), *(pytest.param(2, number, marks=pytest.mark.slow) for number in range(21) if number != 3)]
     + [pytest.param(3, number, marks=pytest.mark.slow) for number in range(10)],
 )
 def test_killed_at_a_random_moment(
