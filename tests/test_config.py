@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from utils.config import (
 )
 from utils.errors import Problems, UserError, run_cli
 from utils.flags import flags_page, given_flags
+from utils.run_folder import write_yaml
 
 HEAVY = ("numpy", "torch", "cv2", "pandas", "matplotlib", "tqdm")
 
@@ -341,8 +343,9 @@ def test_hyp_keys_left_out_are_scratch_low(tmp_path: Path) -> None:
     assert load_hyp(write(tmp_path / "h.yaml", "lr0: 0.1\nwarmup_epochs: 1\n")) == Hyp(lr0=0.1, warmup_epochs=1.0)
 
 
-def test_numbers_that_yaml_takes_for_text(tmp_path: Path) -> None:
-    assert load_hyp(write(tmp_path / "h.yaml", "lr0: 1e-3\n")).lr0 == 0.001
+def test_numbers_without_a_dot(tmp_path: Path) -> None:
+    """YAML 1.1 reads 1e-3 as a text."""
+    assert load_hyp(write(tmp_path / "h.yaml", "lr0: 1e-3\ndegrees: 1E+1\n")) == Hyp(lr0=0.001, degrees=10.0)
 
 
 @pytest.mark.parametrize(
@@ -353,6 +356,9 @@ def test_numbers_that_yaml_takes_for_text(tmp_path: Path) -> None:
         ("lr0: fast", "lr0 takes a number, not 'fast'"),
         ("lr0: true", "lr0 takes a number, not True"),
         ("lr0:", "lr0 takes a number, not None"),
+        ("degrees: 010", "degrees takes a number, not '010'"),
+        ("warmup_epochs: 1_0", "warmup_epochs takes a number, not '1_0'"),
+        ("degrees: 0:30", "degrees takes a number, not '0:30'"),
         ("lr0: -1", "lr0 must be between 0 and 10, not -1"),
         ("mosaic: 1.5", "mosaic must be between 0 and 1, not 1.5"),
         ("lr0: .nan", "lr0 must be between 0 and 10, not nan"),
@@ -391,6 +397,47 @@ def test_yaml_is_strict(text: str, words: str, tmp_path: Path) -> None:
 def test_yaml_merge_keys_still_work(tmp_path: Path) -> None:
     path = write(tmp_path / "x.yaml", "a: &base {x: 1, y: 2}\nb: {<<: *base, y: 3}\n")
     assert load_yaml(path)["b"] == {"x": 1, "y": 3}
+
+
+WORDS = {
+    **{"1": 1, "-12": -12, "+3": 3, "0": 0, "1.10": 1.1, ".5": 0.5, "5.": 5.0, "1e3": 1000.0, "-1.5E-3": -0.0015},
+    **{".inf": math.inf, "-.INF": -math.inf, "true": True, "False": False, "~": None, "null": None, "": None},
+    **{
+        word: word
+        for word in ("010", "0x1F", "0o17", "0b1", "1_000", "12:30", "1:2:3.5", "2024-01-01", "00.5", "1e", "+")
+    },
+    **{word: word for word in ("yes", "No", "ON", "off", "y", "n", "tRUE", "nULL", ".", "inf", "nan", "=", "1.2.3")},
+}
+
+
+def test_words_of_yaml(tmp_path: Path) -> None:
+    """ultralytics/yolov5#11439: what looks like no number and no truth value is a text, as it is written."""
+    content = load_yaml(write(tmp_path / "x.yaml", "".join(f"k{k}: {word}\n" for k, word in enumerate(WORDS))))
+    assert list(content.values()) == list(WORDS.values())
+    assert list(map(type, content.values())) == list(map(type, WORDS.values()))
+    assert load_yaml(write(tmp_path / "x.yaml", "k: 0755\n010: a\n8: b\n")) == {"k": "0755", "010": "a", 8: "b"}
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    """ultralytics/yolov5#11439: by us, and by programs that read YAML 1.1."""
+    texts = [*WORDS, "null", " a ", "#1", "a: b", "Société", "翘头", "caf\udce9", "[a]", "- a", "'", "a\nb", "1e-3"]
+    values = {f"k{number}": text for number, text in enumerate(texts)}
+    values |= {
+        "f": 1e-5,
+        "g": 1e20,
+        "h": math.inf,
+        "i": -3,
+        "j": True,
+        "l": None,
+        "m": [1, "1", 1.0],
+        "n": [],
+        "010": 1,
+    }
+    path = write(tmp_path / "x.yaml", "")
+    write_yaml(path, values)
+    assert load_yaml(path) == values
+    assert yaml.safe_load(path.read_text(encoding="utf-8")) == values
+    assert list(map(type, load_yaml(path).values())) == list(map(type, values.values()))
 
 
 def test_yaml_that_is_no_text(tmp_path: Path) -> None:

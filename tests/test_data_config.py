@@ -62,6 +62,53 @@ def test_names_by_id(tmp_path: Path) -> None:
     assert load_data(write(tmp_path / "e.yaml", numbers)).names == ["0", "1"]
 
 
+ODD_NAMES = [
+    "02146",
+    "12:30",
+    "1.10",
+    "1e3",
+    "0x1F",
+    "0o17",
+    "1_000",
+    "+5",
+    "yes",
+    "No",
+    "on",
+    "y",
+    "true",
+    "2024-01-01",
+]
+ODD_NAMES += [".5", "5.", ".inf", "1:2:3.5", "2001-12-14 21:59:43", "=", "10 %"]
+
+
+def test_names_are_what_is_written(tmp_path: Path) -> None:
+    """ultralytics/yolov5#11439: without quotes, YAML 1.1 calls 02146 1126, 12:30 750 and 1.10 1.1."""
+    bare = ", ".join(ODD_NAMES)
+    by_id = "".join(f"\n  {number}: {name}" for number, name in enumerate(ODD_NAMES))
+    shared = f"names: &names [{bare}]\n"
+    for number, text in enumerate([DATA.replace("[cat, dog]", f"[{bare}]"), DATA.replace("[cat, dog]", by_id)]):
+        assert load_data(write(tmp_path / f"{number}.yaml", text)).names == ODD_NAMES
+    merged = f"base: &base\n  {shared}<<: *base\n" + DATA.replace("names: [cat, dog]\n", "")
+    assert load_data(write(tmp_path / "m.yaml", merged)).names == ODD_NAMES
+
+
+def test_paths_are_what_is_written(tmp_path: Path) -> None:
+    """ultralytics/yolov5#11439: folders of digits, with leading zeros, and dates, as people call what they record."""
+    for folder in ("0123/010", "2024-01-01/12:30"):
+        (tmp_path / folder).mkdir(parents=True)
+    text = "path: 0123\ntrain: 010\nval: [1.10, 2024-01-01]\ntest:\nnames: [a]\n"
+    data = load_data(write(tmp_path / "d.yaml", text))
+    root = tmp_path / "0123"
+    assert (data.root, data.train, data.val, data.test) == (
+        root,
+        [root / "010"],
+        [root / "1.10", root / "2024-01-01"],
+        [],
+    )
+    data = load_data(write(tmp_path / "e.yaml", text.replace("path: 0123", "path: 2024-01-01").replace("010", "12:30")))
+    assert data.train == [tmp_path / "2024-01-01" / "12:30"]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
@@ -79,7 +126,6 @@ def test_names_by_id(tmp_path: Path) -> None:
         ("[cat, dog]", "{'0': cat, 1: dog}", "names has the class id '0', but"),
         ("[cat, dog]", "[cat, '']", "names: class 1 has an empty name; give it one"),
         ("[cat, dog]", "[' ', cat]", "names: class 0 has an empty name; give it one"),
-        ("[cat, dog]", "[cat, no]", "names: class 1 is False, not a text"),
         ("[cat, dog]", "[cat, null]", "names: class 1 is None, not a text"),
         ("path: set", "nc: 3", "nc says 3 classes, names lists 2"),
         ("path: set", "path: [a]", "path takes a text, not a list"),
@@ -89,7 +135,9 @@ def test_names_by_id(tmp_path: Path) -> None:
         ("path: set", "converter: coca", "converter is coco or voc, not 'coca'; did you mean coco?"),
         ("path: set", "generator: shape", "generator is shapes, not 'shape'; did you mean shapes?"),
         ("images/train", "{a: b}", "train takes a folder, a .txt list, or a list of these, not {'a': 'b'}"),
-        ("images/train", "[a, 3]", "train takes a folder, a .txt list, or a list of these, not ['a', 3]"),
+        ("images/train", "[a, null]", "train takes a folder, a .txt list, or a list of these, not ['a', None]"),
+        ("path: set", "nc: '2'", "nc takes a whole number, not '2'; it can be left out"),
+        ("path: set", "nc: 02", "nc takes a whole number, not '02'; it can be left out"),
     ],
 )
 def test_mistakes_in_data(old: str, new: str, words: str, tmp_path: Path) -> None:
@@ -217,6 +265,9 @@ def test_what_was_typed_wins(tmp_path: Path) -> None:
         ("{imgsz: big}", "defaults: --imgsz takes a whole number, not 'big'"),
         ("{imgsz: 8}", "defaults: --imgsz must be at least 32, not 8"),
         ("{optimizer: adamw}", "defaults: --optimizer is one of SGD, Adam, AdamW, not 'adamw'; did you mean AdamW?"),
+        ("{imgsz: 0640}", "defaults: --imgsz takes a whole number, not '0640'"),
+        ("{epochs: 1:40}", "defaults: --epochs takes a whole number, not '1:40'"),
+        ("{rect: yes}", "defaults: --rect takes true or false, not 'yes'"),
         ("{img: 64}", "defaults: img is not one of imgsz, "),
         ("{epoch: 64}", "defaults: epoch is not one of imgsz, epochs, batch_size, "),
         ("[1]", "defaults takes flags of train.py and values, not a list"),

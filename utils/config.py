@@ -491,16 +491,38 @@ def _check_detect(config: DetectConfig, problems: Problems) -> None:
 # ---- files ----
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML in which a key may stand once; plain YAML keeps the last one and says nothing.
+NULL, BOOL, INT, FLOAT, STR, MERGE = (
+    f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "merge")
+)
+# What a word without quotes may be besides a text, with the characters that it may start with: as in YAML 1.2 (10.2 and
+# 10.3), numbers in decimal and without leading zeros only. YAML 1.1 also reads no as False, 010 as 8 and 12:30 as 750.
+RESOLVERS = {
+    NULL: (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    BOOL: (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    INT: (r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    FLOAT: (
+        r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    MERGE: (r"<<", ["<"]),
+}
 
-    Aliases that would make a small file large are refused: whoever walks through the values would never come to an end.
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML in which a key may stand once, and a word is what it looks like (see RESOLVERS).
+
+    Plain YAML keeps the last of several keys and says nothing. Aliases that would make a small file large are refused:
+    whoever walks through the values would never come to an end.
     """
+
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
+    texts: Sequence[str] = ()  # keys of the file whose values are texts, as they are written
 
     def get_single_node(self) -> Any:
         node = super().get_single_node()
         if node is not None:
             _expanded_size(node, {})
+            _keep_texts(node, self.texts)
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
@@ -544,8 +566,50 @@ def _expanded_size(node: Any, sizes: dict[int, int]) -> int:
     return size
 
 
-def load_yaml(path: Path) -> dict[Any, Any]:
+class _Dumper(yaml.SafeDumper):
+    """Puts texts in quotes that any of the two versions of YAML would read as something else."""
+
+
+for _tag, (_pattern, _starts) in RESOLVERS.items():
+    _StrictLoader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _starts)
+    _Dumper.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _starts)
+
+
+def _keep_texts(node: Any, keys: Sequence[str]) -> None:
+    """Make texts of the numbers and truth values below some keys of a mapping; an empty value stays none."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if key.tag == MERGE:
+            for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                _keep_texts(merged, keys)
+        elif key.value in keys:
+            _make_text(value, set())
+
+
+def _make_text(node: Any, seen: set[int]) -> None:
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.ScalarNode):
+        node.tag = STR if node.tag in (BOOL, INT, FLOAT) else node.tag
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _make_text(value, seen)
+    else:
+        for _, value in node.value:
+            _make_text(value, seen)
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """Return a mapping as YAML, in the order it has; `load_yaml` reads the same from it."""
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def load_yaml(path: Path, texts: Sequence[str] = ()) -> dict[Any, Any]:
     """Read a YAML file that holds a mapping; no code runs, and a key that appears twice is an error.
+
+    Args:
+        path: the file.
+        texts: its keys whose values are texts as they are written, also where they look like numbers.
 
     Raises:
         UserError: names the file, and the line where the text is not YAML.
@@ -555,7 +619,9 @@ def load_yaml(path: Path) -> dict[Any, Any]:
             data = file.read(LARGEST_YAML + 1)
         if len(data) > LARGEST_YAML:
             raise UserError(f"{path} has more than {LARGEST_YAML} bytes, too many for settings")
-        content = yaml.load(data.decode("utf-8"), Loader=_StrictLoader)
+        loader = _StrictLoader(data.decode("utf-8"))
+        loader.texts = texts
+        content = loader.get_single_data()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -633,18 +699,10 @@ def load_hyp(name: str | Path) -> Hyp:
         if key not in known:
             problems.add(f"{key} is not a hyperparameter{nearest(key, known)}")
         else:
-            given[key] = _number(value)
+            given[key] = value
     check_values(Hyp, given, problems)
     problems.raise_if_any(str(path))
     return Hyp(**{key: float(value) for key, value in given.items()})
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-3 (no dot) as text; people mean the number."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 # ---- configurations as plain data ----

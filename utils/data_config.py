@@ -18,6 +18,7 @@ from utils.flags import check_values
 
 GENERATORS = ("shapes",)
 CONVERTERS = ("coco", "voc")  # of annotations in other formats, see `utils.conversion`
+TEXT_KEYS = ("path", "train", "val", "test", "names", "download")  # a class may be called 1.10, and a folder 2024
 LONGEST_SHOWN = 100  # letters of a value in a message
 _DATA_KEYS = ("path", "train", "val", "test", "names", "nc", "download", "converter", "generator", "defaults")
 # Of other programs and of authors, about the data set rather than about what is in it.
@@ -95,7 +96,7 @@ def load_data(name: str | Path, single_cls: bool = False, allow_script: bool = F
         UserError: lists every problem with the file and the key.
     """
     path = find_yaml(name, "data")
-    content = load_yaml(path)
+    content = load_yaml(path, TEXT_KEYS)
     problems = Problems()
     _check_data_keys(content, problems)
     tried = _data_roots(path, content.get("path"))
@@ -104,7 +105,9 @@ def load_data(name: str | Path, single_cls: bool = False, allow_script: bool = F
     names = _class_names(content["names"], problems) if "names" in content else []
     defaults = _default_flags(content.get("defaults"), problems)
     download, script = _downloads(content.get("download"), problems)
-    if "nc" in content and names and content["nc"] != len(names):
+    if type(content.get("nc", 0)) is not int:
+        problems.add(f"nc takes a whole number, not {_shown(content['nc'])}; it can be left out")
+    elif "nc" in content and names and content["nc"] != len(names):
         problems.add(f"nc says {content['nc']} classes, names lists {len(names)}; nc can be left out")
     problems.raise_if_any(str(path))
     data = DataConfig(
@@ -265,13 +268,11 @@ def _class_names(value: Any, problems: Problems) -> list[str]:
         )
         return []
     for class_id, name in enumerate(value):
-        if isinstance(name, bool) or not isinstance(name, str | int | float):
-            problems.add(
-                f"names: class {class_id} is {_shown(name)}, not a text; put words like yes, no, on, null in quotes"
-            )
-        elif not str(name).strip():
+        if not isinstance(name, str):
+            problems.add(f"names: class {class_id} is {_shown(name)}, not a text; put a name such as null in quotes")
+        elif not name.strip():
             problems.add(f"names: class {class_id} has an empty name; give it one")
-    return [str(name) for name in value]
+    return value
 
 
 def _wrong_ids(value: Mapping[Any, Any]) -> str:

@@ -13,14 +13,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from utils.config import ROOT
+from utils.config import ROOT, dump_yaml
 from utils.errors import NotWrittenError, UserError
 
 RESUME = "RESUME"  # left by a run that was stopped and can go on
@@ -82,7 +80,7 @@ def write_description(
 
 def write_yaml(path: Path, values: Mapping[str, Any]) -> None:
     """Write a mapping in the order it has."""
-    path.write_text(yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True))
+    path.write_text(dump_yaml(values), encoding="utf-8")
 
 
 def command() -> str:
