@@ -166,6 +166,24 @@ def family_of(spec: Mapping[str, Any]) -> Family:
     return FAMILIES[name]
 
 
+def build_network(spec: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[DetectionModel, Family]:
+    """Build the network of a model YAML for some classes.
+
+    Args:
+        spec: the YAML's content.
+        names: of the classes.
+        where: the flag and file that it is from, for messages.
+
+    Raises:
+        UserError: the YAML has a mistake.
+    """
+    try:
+        family = family_of(spec)
+        return family.build(spec, len(names), names), family
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
 def load_weights(path: Path, env: DistEnv, flag: str = "--weights") -> dict[str, Any]:
     """Read weights to start from or to use. Collective.
 
@@ -217,8 +235,7 @@ def load_model(path: Path, env: DistEnv, flag: str = "") -> tuple[DetectionModel
     missing = {"spec", "names", "model", "config"} - checkpoint.keys()
     if missing:
         raise UserError(f"{shown} holds no network: {', '.join(sorted(missing))} is missing")
-    family = family_of(checkpoint["spec"])
-    model = family.build(checkpoint["spec"], len(checkpoint["names"]), checkpoint["names"])
+    model, family = build_network(checkpoint["spec"], checkpoint["names"], shown)
     load_state(model, weights_of(checkpoint), strict=True)
     if "origin" in checkpoint:
         get_logger().info(f"weights     {path}: from {checkpoint['origin']}")

@@ -26,6 +26,8 @@ PROBE_SIDE = 256
 # A YAML from a stranger must not fill the memory; every known network stays far below these.
 MOST_REPEATS, MOST_ROWS, MOST_ITEMS = 256, 1000, 256  # of a row, of a network, of a list among a row's arguments
 LARGEST_NUMBER = 1 << 16  # any number of a row, channels of a map, classes
+MOST_LEVELS = 5  # of the head: as many as the loss knows weights for
+CHANNELS = 3  # of images, which are always read in color
 MOST_PARAMETERS = 1 << 30
 LONGEST_SHOWN = 200  # letters of a value in a message
 
@@ -113,19 +115,18 @@ class Row(NamedTuple):
     args: list[Any]
 
 
-def parse_model(spec: Mapping[str, Any], num_classes: int, channels: int = 3) -> Network:
+def parse_model(spec: Mapping[str, Any], num_classes: int) -> Network:
     """Build the modules that a model YAML describes. Nothing in it is evaluated: words stand for themselves.
 
     Args:
         spec: the YAML's content; its ``nc`` gives way to `num_classes`.
         num_classes: C.
-        channels: of the input image.
 
     Raises:
         UserError: names the key or the row, and what is wrong with it.
     """
     check_keys(spec)
-    maps = {-1: Map((1, channels, PROBE_SIDE, PROBE_SIDE), Costs())}
+    maps = {-1: Map((1, CHANNELS, PROBE_SIDE, PROBE_SIDE), Costs())}
     rows: list[tuple[Row, list[Map]]] = []
     parameters, total = 0, len(spec["backbone"]) + len(spec["head"])
     if total > MOST_ROWS:
@@ -168,7 +169,7 @@ def check_keys(spec: Mapping[str, Any]) -> None:
     for key in ("depth_multiple", "width_multiple"):
         if not _is_positive(spec[key]):
             raise UserError(f"model YAML: '{key}' is {_shown(spec[key])}; give a positive number")
-    for key in ("nc", "channel_multiple", "ch"):
+    for key in ("nc", "channel_multiple"):
         if key in spec and not (type(spec[key]) is int and 0 < spec[key] <= LARGEST_NUMBER):
             wanted = f"a positive whole number up to {LARGEST_NUMBER}"
             raise UserError(f"model YAML: '{key}' is {_shown(spec[key])}; give {wanted}")
@@ -176,6 +177,7 @@ def check_keys(spec: Mapping[str, Any]) -> None:
         if not isinstance(spec[key], list) or not spec[key]:
             raise UserError(f"model YAML: '{key}' must be a list of rows [from, repeats, module, arguments]")
     _check_anchors(spec["anchors"])
+    _check_channels(spec.get("ch", CHANNELS))
 
 
 def read_row(where: str, content: Any, index: int, spec: Mapping[str, Any], num_classes: int) -> Row:
@@ -271,6 +273,14 @@ def _check_anchors(levels: Any) -> None:
             raise UserError(f"model YAML, anchors row {number}: all levels must have as many anchors as the first")
 
 
+def _check_channels(channels: Any) -> None:
+    if channels != CHANNELS:
+        raise UserError(
+            f"model YAML: 'ch' is {_shown(channels)}, but images are read with {CHANNELS} channels, gray ones too; "
+            "leave the key out"
+        )
+
+
 def _check_arguments(where: str, kind: Kind, args: Sequence[Any]) -> None:
     if not kind.required <= len(args) <= len(kind.arguments):
         count = (
@@ -338,6 +348,8 @@ def _build_head(row: Row, inputs: Sequence[Map]) -> Detect:
     """Make the head; strides come from the sizes of the maps, and anchors follow the order of the strides."""
     num_classes, anchors = row.args
     _check_anchors(anchors)
+    if len(inputs) > MOST_LEVELS:
+        raise UserError(f"{row.where}: it reads {len(inputs)} maps, more than {MOST_LEVELS}")
     if isinstance(anchors, list) and len(anchors) != len(inputs):
         raise UserError(f"{row.where}: 'anchors' has {len(anchors)} levels, but the row reads {len(inputs)} maps")
     for x in inputs:

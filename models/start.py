@@ -10,7 +10,7 @@ from torch import nn
 
 from models.families import Family, family_of, load_weights, weights_of
 from models.yolo import DetectionModel, load_state
-from utils.config import TrainConfig, find_yaml, load_yaml
+from utils.config import LARGEST_IMGSZ, TrainConfig, find_yaml, load_yaml
 from utils.errors import UserError
 from utils.logging import get_logger
 from utils.torch_utils import ALONE, BatchPlan
@@ -152,11 +152,13 @@ def choose_sync_bn(wanted: bool | None, family: Family, raw_model: DetectionMode
 
 
 def check_imgsz(imgsz: int, raw_model: DetectionModel) -> None:
-    """Refuse an image size below the largest stride: nobody wants that rounded up.
+    """Refuse an image size below the largest stride: nobody wants that rounded up. And a huge one, as weights may have.
 
     Raises:
         UserError: names both.
     """
+    if imgsz > LARGEST_IMGSZ:
+        raise UserError(f"--imgsz: the weights were trained at {imgsz} pixels; give {LARGEST_IMGSZ} at most")
     if imgsz < raw_model.max_stride:
         raise UserError(f"--imgsz {imgsz} is below the network's stride; give at least {raw_model.max_stride}")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models.head import Detect
-from models.parser import parse_model
+from models.parser import CHANNELS, parse_model
 from models.shapes import Costs, Map, follow
 from utils.errors import UserError
 
@@ -36,8 +36,8 @@ class DetectionModel(nn.Module):
 
     def __init__(self, spec: Mapping[str, Any], num_classes: int, names: Sequence[str] | None = None) -> None:
         super().__init__()
-        self.channels: int = spec.get("ch", 3)
-        self.model, self.sources = parse_model(spec, num_classes, self.channels)
+        self.channels = CHANNELS
+        self.model, self.sources = parse_model(spec, num_classes)
         self.kept = _read_later(self.sources)
         self.num_classes = num_classes
         self.names = [str(i) for i in range(num_classes)] if names is None else list(names)

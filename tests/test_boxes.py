@@ -303,6 +303,24 @@ class TestNms:
         predictions = torch.tensor([[[*boxes[0], 1.0, 0.9, 0.0], [*boxes[1], 1.0, 0.0, 0.8]]])
         assert len(non_max_suppression(predictions, 0.25, 0.45, multi_label=True)[0]) == 2
 
+    @pytest.mark.parametrize("apart", [7500.0, 7680.0, 30000.0, 1e6])
+    def test_classes_stay_apart_in_large_images(self, apart: float) -> None:
+        """Moved by 7680 pixels, class 1 at (0, 0) lay on class 0 at (7680, 7680)."""
+        predictions = torch.zeros(1, 4, 7)
+        predictions[0, :, :4] = torch.tensor([50.0, 50.0, 100.0, 100.0])
+        predictions[0, 1:3, :2] += apart
+        predictions[0, :, 4] = torch.tensor([0.9, 0.8, 0.7, 0.6])
+        predictions[0, [0, 1, 2, 3], [6, 5, 5, 6]] = 1.0
+        kept = non_max_suppression(predictions, 0.25, 0.45, multi_label=False)[0]
+        assert kept[:, [0, 5]].tolist() == [[0, 1], [apart, 0]]
+
+    def test_a_wild_box_spoils_no_other(self) -> None:
+        predictions = torch.zeros(1, 3, 7)
+        predictions[0, :, :4] = torch.tensor([50.0, 50.0, 10.0, 10.0])
+        predictions[0, 0, :4] *= 1e30
+        predictions[0, :, 4], predictions[0, :, 6] = torch.tensor([0.9, 0.8, 0.7]), 1.0
+        assert len(non_max_suppression(predictions, 0.25, 0.45, multi_label=False)[0]) == 2
+
     def test_last_class_is_as_exact_as_the_first(self) -> None:
         """IoU 0.633 at a threshold of 0.62: corners rounded to 1/4 px at a large class offset would give 0.6."""
         width, shift, num_classes = 4.0, 0.9, 500

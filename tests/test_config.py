@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -27,7 +28,7 @@ from utils.config import (
     parse_val,
 )
 from utils.errors import Problems, UserError, run_cli
-from utils.flags import flags_page, given_flags
+from utils.flags import flags_page, given_flags, given_keywords
 from utils.run_folder import write_yaml
 
 HEAVY = ("numpy", "torch", "cv2", "pandas", "matplotlib", "tqdm")
@@ -154,7 +155,7 @@ def test_the_local_rank_of_old_launchers_is_ignored(line: str) -> None:
         ("--epochs", "--epochs: expected one argument"),
         ("--batch-size 0", "--batch-size must be at least 1 or -1, not 0"),
         ("--batch -2", "--batch-size must be at least 1 or -1, not -2"),
-        ("--imgsz 31", "--imgsz must be at least 32, not 31"),
+        ("--imgsz 31", "--imgsz must be between 32 and 16384, not 31"),
         ("--workers -1", "--workers must be at least 0, not -1"),
         ("--patience -1", "--patience must be at least 0, not -1"),
         ("--seed -1", "--seed must be between 0 and 4294967295, not -1"),
@@ -229,6 +230,18 @@ def test_scripts_check_flags_before_they_import_torch(script: str, tmp_path: Pat
         assert done.stdout.startswith(out)
         assert done.stderr.startswith("error: 2 problems\n- --epohcs is not a flag" if status else "")
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, ValConfig, DetectConfig])
+def test_image_sizes_have_an_upper_bound(kind: type[Any]) -> None:
+    """They were tracebacks of whatever ran out of memory first; so were those of Python callers."""
+    low = 32 if kind is TrainConfig else 0
+    for size in (99999999, 16385):
+        with pytest.raises(UserError, match=rf"^--imgsz must be between {low} and 16384, not {size}\n"):
+            given_flags(kind, ["--imgsz", str(size)])
+        with pytest.raises(UserError, match=rf"^--imgsz must be between {low} and 16384, not {size}$"):
+            given_keywords(kind, {"imgsz": size})
+    assert given_flags(kind, ["--imgsz", "16384"])["imgsz"] in (16384, [16384])
 
 
 def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -263,7 +263,7 @@ def test_what_was_typed_wins(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{imgsz: big}", "defaults: --imgsz takes a whole number, not 'big'"),
-        ("{imgsz: 8}", "defaults: --imgsz must be at least 32, not 8"),
+        ("{imgsz: 8}", "defaults: --imgsz must be between 32 and 16384, not 8"),
         ("{optimizer: adamw}", "defaults: --optimizer is one of SGD, Adam, AdamW, not 'adamw'; did you mean AdamW?"),
         ("{imgsz: 0640}", "defaults: --imgsz takes a whole number, not '0640'"),
         ("{epochs: 1:40}", "defaults: --epochs takes a whole number, not '1:40'"),

@@ -127,7 +127,10 @@ def small(data: Path, *more: object) -> list[object]:
     ("arguments", "words"),
     [
         ("--epoch 3", ["--epoch is not a flag; did you mean --epochs?"]),
-        ("--img 16 --batch 0", ["--imgsz must be at least 32, not 16", "--batch-size must be at least 1 or -1, not 0"]),
+        (
+            "--img 16 --batch 0",
+            ["--imgsz must be between 32 and 16384, not 16", "--batch-size must be at least 1 or -1, not 0"],
+        ),
         ("--batch -5", ["--batch-size must be at least 1 or -1, not -5"]),
         (
             "--batch many --workers -1",

@@ -9,6 +9,7 @@ from models.families import YOLOV5
 from tests.runs import make_data
 from utils.config import Hyp, TrainConfig, ValConfig, find_yaml, load_yaml
 from utils.dataloaders import choose_val_batch
+from utils.errors import UserError
 from utils.inputs import checkpoints_bytes, read_inputs, read_val_inputs
 from utils.optim import build_optimizer
 from utils.torch_utils import DistEnv, ModelEMA, save_checkpoint, split_global_batch
@@ -32,6 +33,26 @@ def test_estimate_of_checkpoints(optimizer: str, tmp_path: Path) -> None:
 
 def test_images_of_a_validation_batch() -> None:
     assert [choose_val_batch(wanted, batch) for wanted, batch in [(0, 16), (0, 64), (50, 16)]] == [16, 32, 50]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("ch: 1", "model YAML: 'ch' is 1, but images are read with 3 channels, gray ones too; leave the key out"),
+        ("ch: 4", "model YAML: 'ch' is 4, but"),
+        ("family: yolov33", "model YAML: unknown family 'yolov33'; did you mean yolov3?"),
+    ],
+)
+def test_a_network_that_can_not_be_built_is_named(change: str, words: str, tmp_path: Path) -> None:
+    """ultralytics/yolov5#4894, #6288: a traceback of the first convolution, after the run folder was made."""
+    data = make_data(tmp_path, count=4, val=3)
+    cfg = tmp_path / "gray.yaml"
+    cfg.write_text(f"{find_yaml('yolov5n', 'model').read_text()}\n{change}\n")
+    config = TrainConfig(data=str(data), cfg=str(cfg), imgsz=64, batch_size=2, workers=0, project=f"{tmp_path}/runs")
+    with pytest.raises(UserError) as info:
+        read_inputs(config, DistEnv())
+    assert str(info.value).startswith(f"--cfg {cfg}: {words}")
+    assert not (tmp_path / "runs").exists()
 
 
 # What may be a mistake ------------------------------------------------------------------------------------------------

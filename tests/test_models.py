@@ -330,6 +330,11 @@ MISTAKES: list[tuple[Callable[[Spec], None], str]] = [
     (set_key("with_multiple", 1), r"unknown key 'with_multiple'; did you mean width_multiple\?"),
     (set_key("width_multiple", "wide"), r"'width_multiple' is 'wide'"),
     (set_key("nc", 0), r"'nc' is 0"),
+    *((set_key("ch", channels), rf"'ch' is {channels!r}, but images are") for channels in (0, 1, 4, True, None, "3")),
+    (
+        put("head", 3, [[], 1, "Detect", ["nc", "anchors"]]),
+        r"head row 3 \(Detect\): from is \[\]; it must be the number",
+    ),
     (set_key("backbone", {}), r"'backbone' must be a list"),
     (set_key("anchors", 0), r"'anchors' must be a list of levels, .* or a number"),
     (set_key("anchors", [[10, 13, 16], [30, 61, 62]]), r"anchors row 0: .*widths and heights"),
@@ -345,6 +350,21 @@ def test_a_mistake_is_reported_with_its_row(change: Callable[[Spec], None], mess
     change(spec)
     with pytest.raises(UserError, match=message):
         DetectionModel(spec, 2)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 5, 6])
+def test_levels_of_the_head(levels: int) -> None:
+    """As many as the loss has weights for; what has more failed in the loss, when the run folder was made."""
+    rows = [[-1, 1, "Conv", [8, 3, 2]] for _ in range(8)]
+    spec = small_spec() | {"anchors": 2, "backbone": rows, "width_multiple": 1}
+    spec["head"] = [[[*range(1, levels + 1)], 1, "Detect", ["nc", "anchors"]]]
+    if levels > 5:
+        with pytest.raises(UserError, match=r"head row 0 \(Detect\): it reads 6 maps, more than 5$"):
+            DetectionModel(spec, 2)
+        return
+    model = DetectionModel(spec, 2).eval()
+    loss = YOLOV5.criterion(model, Hyp(), 128, 0.0)
+    assert loss.gains.shape == (3, levels) and model.decode(model(torch.rand(1, 3, 128, 128))).shape[2] == 7
 
 
 @pytest.mark.parametrize("key", ["args", "module", "activation"])

@@ -117,6 +117,8 @@ def test_image_size_below_the_stride() -> None:
     check_imgsz(8, DetectionModel(SPEC, 2))
     with pytest.raises(UserError, match=r"^--imgsz 7 is below the network's stride; give at least 8$"):
         check_imgsz(7, DetectionModel(SPEC, 2))
+    with pytest.raises(UserError, match=r"^--imgsz: the weights were trained at 99999999 pixels; give 16384 at most$"):
+        check_imgsz(99999999, DetectionModel(SPEC, 2))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

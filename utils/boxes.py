@@ -19,9 +19,9 @@ from torch import Tensor
 
 Boxes = TypeVar("Boxes", Tensor, npt.NDArray[Any])
 
-# Distance in pixels between the classes in one NMS call, larger than any network input. Class ids times this stay
-# exact in fp64; in fp32 the 80th class would already be rounded to 1/16 pixel.
-CLASS_OFFSET = 7680
+# Distance in pixels between the classes in one NMS call: the first unless boxes reach further, the second at most.
+# Class ids times these stay exact in fp64; in fp32 the 80th class would already be rounded to 1/16 pixel.
+CLASS_OFFSETS = 7680.0, float(1 << 24)
 
 
 def cxcywh_to_xyxy(boxes: Boxes) -> Boxes:
@@ -216,13 +216,14 @@ def _nms_kernel() -> Callable[[Tensor, Tensor, float], Tensor]:
 def _nms(candidates: Tensor, iou_thres: float, agnostic: bool, max_det: int) -> Tensor:
     """Greedy NMS of candidates (N, 6) [xyxy, conf, class], best first; returns (K,) kept rows, ``max_det`` at most.
 
-    Classes are moved apart by a fixed offset. ``torchvision.ops.batched_nms`` moves them by the largest coordinate,
-    which lets a box left of the image (x < 0) meet one of the class before it, and loses digits in fp32.
+    Classes are moved apart by more than the boxes span. ``torchvision.ops.batched_nms`` moves them by the largest
+    coordinate, which lets a box left of the image (x < 0) meet one of the class before it, and loses digits in fp32.
     """
     precise = torch.float32 if candidates.device.type == "mps" else torch.float64  # MPS has no fp64
     boxes = candidates[:, :4].to(precise)
-    if not agnostic:
-        boxes = boxes + candidates[:, 5:6].to(precise) * CLASS_OFFSET
+    if not agnostic and len(boxes):
+        offset = (boxes.max() - boxes.min()).clamp(*CLASS_OFFSETS)
+        boxes = boxes + candidates[:, 5:6].to(precise) * offset
     scores = candidates[:, 4].to(precise)
     # A box can be suppressed by kept, better ones only. So the best boxes alone decide who is kept among them, and then
     # those that are kept stand for all that were looked at. An untrained network makes tens of thousands of candidates,

@@ -26,6 +26,7 @@ SPLITS = ("train", "val", "test")
 LOGGERS = ("csv", "jsonl", "tensorboard")  # where the figures of a run can go
 METRICS = ("fitness", "mAP50", "mAP50-95", "precision", "recall", "F1")  # of a validation: what can be best
 
+LARGEST_IMGSZ = 1 << 14  # pixels; a square of this side has as many as the largest image that is read
 LARGEST_YAML = 1 << 21  # bytes; the names of the 21,841 classes of ImageNet have half a million
 LONGEST_NAME = 250  # bytes; file systems take 255, and a run's number comes behind its name
 
@@ -110,7 +111,13 @@ class TrainConfig:
 
     data: str = flag("shapes.yaml", "data", "data set YAML, a path or the name of a shipped one", metavar="FILE")
     imgsz: int = flag(
-        640, "data", "image size in pixels, rounded up to a multiple of the stride", "--img", "--img-size", low=32
+        640,
+        "data",
+        "image size in pixels, rounded up to a multiple of the stride",
+        "--img",
+        "--img-size",
+        low=32,
+        high=LARGEST_IMGSZ,
     )
     single_cls: bool = flag(False, "data", "train all classes as one")
     strict: bool = flag(False, "data", "stop at any problem of images and labels instead of leaving it out")
@@ -232,7 +239,13 @@ class ValConfig:
         False, "data", "run the script that a data set YAML has under download, if the data set is not there"
     )
     imgsz: int = flag(
-        0, "data", "image size in pixels; 0 = the one the weights were trained at", "--img", "--img-size", low=0
+        0,
+        "data",
+        "image size in pixels; 0 = the one the weights were trained at",
+        "--img",
+        "--img-size",
+        low=0,
+        high=LARGEST_IMGSZ,
     )
     batch_size: int = flag(32, "data", "images per forward pass", "--batch", low=1)
     workers: int = flag(8, "data", "most loader processes; 0 = load in the main process", low=0)
@@ -289,6 +302,7 @@ class DetectConfig:
         "--img",
         "--img-size",
         low=0,
+        high=LARGEST_IMGSZ,
         metavar="N",
     )
     batch_size: int = flag(1, "input", "images per forward pass; those of equal shape share one", "--batch", low=1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from models.families import Family, family_of, load_model, load_weights
+from models.families import Family, build_network, family_of, load_model, load_weights
 from models.memory import check_batch
 from models.start import check_imgsz, fit_imgsz, freeze, network_spec, start_from, with_anchor_count
 from models.yolo import DetectionModel, load_state
@@ -195,7 +195,9 @@ def read_network(
     if spec is None:
         return None
     names = ["?"] if data is None else data.names
-    raw_model = problems.attempt(lambda: family_of(spec).build(spec, len(names), names))
+    from_file = f"--cfg {config.cfg}" if config.cfg else f"--weights {config.weights}"
+    where = from_file if resumed is None else f"--resume {resumed['path']}"
+    raw_model = problems.attempt(lambda: build_network(spec, names, where)[0])
     if raw_model is None:
         return None
     if data is not None and resumed is not None:
