@@ -3,7 +3,8 @@
 import gzip
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,14 @@ def golden(name: str) -> Any:
             return dict(arrays)
     data = path.read_bytes()
     return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait for something that happens soon, at the latest on a machine that is slow and busy."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"it did not happen in {seconds:g} seconds"
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-PATIENCE = 8.0  # seconds that a bad server keeps a connection
+PATIENCE = 20.0  # seconds that a bad server keeps a connection
 Answer = Callable[["Handler"], None]
 
 

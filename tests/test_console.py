@@ -42,8 +42,8 @@ def test_waiting_for_images_is_shown_while_it_matters(capfd: pytest.CaptureFixtu
     progress = EpochProgress(0, 20, 0, RunClock(1, 0.0), DistEnv(), waited=100.0)
     progress.plain = False
     said = []
-    for waited in (100.0, 100.4, 100.4):
-        progress.shown = time.perf_counter() - 1.0
+    for waited in (100.0, 104.0, 104.0):
+        progress.shown = time.perf_counter() - 10.0
         progress.show([1.0, 1.0, 1.0], 0.01, 640, waited)
         said.append(str(progress.bar.postfix))
     progress.close()

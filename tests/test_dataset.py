@@ -9,7 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import cv2
 import numpy as np
 import pytest
 
-from tests.common import PROJECT, SHARED, as_nobody, needs_root, needs_shared
+from tests.common import PROJECT, SHARED, as_nobody, needs_root, needs_shared, wait_until
 from utils import dataset
 from utils.data_config import DataConfig
 from utils.dataset import LabelIndex, build_index, open_splits
@@ -503,10 +502,7 @@ def test_workers_end_with_a_killed_parent() -> None:
         workers.add(int(parent.stdout.readline()))
     parent.kill()
     parent.wait()
-    deadline = time.time() + 10
-    while any(alive(pid) for pid in workers):
-        assert time.time() < deadline, "scan workers outlive their parent"
-        time.sleep(0.05)
+    wait_until(lambda: not any(alive(pid) for pid in workers))
     parent.stdout.close()
 
 

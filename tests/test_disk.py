@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,6 @@ from utils.run_folder import claim, release
 from utils.torch_utils import DistEnv, save_checkpoint
 
 EPOCHS = 8
-BETTER = [0, 1, 2, 4, 5, 6]  # epochs of the run below whose weights are the best so far
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +50,41 @@ def flags(data: Path, project: Path, *more: object) -> list[str]:
     return own_flags(data, project, *own, *more)
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A run that nothing disturbed, with a checkpoint of every epoch.
+
+    Attributes:
+        run_dir: its folder.
+        flags: by which others are the same run.
+        better: epochs whose weights were the best so far.
+        turn: one of them, after which comes one that is not.
+    """
+
+    run_dir: Path
+    flags: tuple[str, ...]
+    better: list[int]
+    turn: int
+
+    def best(self, epoch: int) -> int:
+        """Whose weights are in best.pt when this epoch is saved."""
+        return max(one for one in self.better if one <= epoch)
+
+
 @pytest.fixture(scope="module")
-def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing disturbed, with a checkpoint of every epoch."""
-    project = tmp_path_factory.mktemp("whole")
-    train_with([], *flags(data, project, "--save-period", 1))
-    rows = [json.loads(line) for line in (project / "run/results.jsonl").read_text().splitlines()[1:]]
-    assert [row["epoch"] for row in rows if row["better"]] == BETTER, "choose other epochs for what the disk does when"
-    return project / "run"
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """The first seed on this machine whose epochs turn where there are some before and after."""
+    for seed in map(str, range(20)):
+        project = tmp_path_factory.mktemp("whole")
+        train_with([], *flags(data, project, "--save-period", 1, "--seed", seed))
+        rows = [json.loads(line) for line in (project / "run/results.jsonl").read_text().splitlines()[1:]]
+        fitness = [0.1 * row["metrics/mAP_0.5"] + 0.9 * row["metrics/mAP_0.5:0.95"] for row in rows]
+        better = [epoch for epoch, value in enumerate(fitness) if all(value > other for other in fitness[:epoch])]
+        assert [row["epoch"] for row in rows if row["better"]] == better
+        for turn in range(2, EPOCHS - 3):
+            if turn in better and turn + 1 not in better:
+                return Whole(project / "run", ("--seed", seed), better, turn)
+    raise AssertionError("no seed has such an epoch; choose another recipe")
 
 
 @contextlib.contextmanager
@@ -108,12 +135,12 @@ def epochs_of(weights: Path) -> dict[str, int]:
     return {name: load_checkpoint(weights / name)["state"]["epoch"] - 1 for name in names if (weights / name).exists()}
 
 
-def assert_same_run(whole: Path, run_dir: Path, epochs: int = EPOCHS) -> None:
+def assert_same_run(whole: Whole, run_dir: Path) -> None:
     """What it leaves is what an undisturbed run leaves."""
-    assert results(run_dir)["epoch"].tolist() == list(range(epochs))
-    assert (run_dir / "results.csv").read_text() == (whole / "results.csv").read_text()
+    assert results(run_dir)["epoch"].tolist() == list(range(EPOCHS))
+    assert (run_dir / "results.csv").read_text() == (whole.run_dir / "results.csv").read_text()
     for name in ("last.pt", "best.pt"):
-        one, other = (load_checkpoint(place / "weights" / name) for place in (whole, run_dir))
+        one, other = (load_checkpoint(place / "weights" / name) for place in (whole.run_dir, run_dir))
         for key in ("model", "ema", "optimizer", "state", "rng"):
             assert not differences(one.get(key), other.get(key)), (name, key)
     assert not [path for path in run_dir.rglob("*") if path.name.endswith(".tmp")]
@@ -122,11 +149,15 @@ def assert_same_run(whole: Path, run_dir: Path, epochs: int = EPOCHS) -> None:
 # A full disk ----------------------------------------------------------------------------------------------------------
 
 
-def test_full_disk_for_some_epochs(data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_for_some_epochs(
+    data: Path, whole: Whole, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """ultralytics/ultralytics#5793. At every moment last.pt is the newest that was written, best.pt the best.
 
-    Epochs 2 and 3 find the disk full; 2 is better than all before, 3 is not, and 4 is better again.
+    Two epochs find the disk full; the first is better than all before, the second is not. The next one is better again,
+    or the first one's best.pt is made up for.
     """
+    turn = whole.turn
     with small_disk(tmp_path / "disk", "8m") as disk:
         weights = disk / "runs/run/weights"
         seen: dict[int, dict[str, int]] = {}
@@ -134,20 +165,22 @@ def test_full_disk_for_some_epochs(data: Path, whole: Path, tmp_path: Path, caps
         def look() -> None:
             seen[len(seen) + 1] = epochs_of(weights)
 
-        told = Disk({2: [look, lambda: fill(disk)], 3: [look], 4: [look, (disk / "filler").unlink], 5: [look]})
-        train_with([told], *flags(data, disk / "runs"))
-        assert seen[1] == seen[2] == seen[3] == {"last.pt": 1, "last.prev.pt": 0, "best.pt": 1}
-        assert seen[4] == {"last.pt": 4, "last.prev.pt": 1, "best.pt": 4}
-        assert [event.epoch for event in told.saved] == [0, 1, 4, 5, 6, 7]
+        steps = ([look, lambda: fill(disk)], [look], [look, (disk / "filler").unlink], [look])
+        told = Disk({turn + number: step for number, step in enumerate(steps)})
+        train_with([told], *flags(data, disk / "runs", *whole.flags))
+        before = {"last.pt": turn - 1, "last.prev.pt": turn - 2, "best.pt": whole.best(turn - 1)}
+        assert seen[1] == seen[2] == seen[3] == before
+        assert seen[4] == {"last.pt": turn + 2, "last.prev.pt": turn - 1, "best.pt": whole.best(turn + 2)}
+        made_up = [] if turn + 2 in whole.better else [turn]
+        assert [event.epoch for event in told.saved] == [*range(turn), *made_up, *range(turn + 2, EPOCHS)]
         assert_same_run(whole, disk / "runs/run")
     said = capsys.readouterr().out
-    for epoch in (2, 3):
-        assert said.count("last.pt was not written: [Errno 28] No space left on device: the checkpoint needs 2 MB") == 2
-        assert epoch not in [event.epoch for event in told.saved]
+    assert said.count("last.pt was not written: [Errno 28] No space left on device: the checkpoint needs 2 MB") == 2
 
 
-def test_best_weights_that_the_disk_did_not_take(data: Path, whole: Path, tmp_path: Path) -> None:
-    """They come as soon as there is room, before a newer last.pt: epoch 2 in epoch 3, which is not better itself."""
+def test_best_weights_that_the_disk_did_not_take(data: Path, whole: Whole, tmp_path: Path) -> None:
+    """They come as soon as there is room, before a newer last.pt: in the next epoch, which is not better itself."""
+    turn = whole.turn
     with small_disk(tmp_path / "disk", "8m") as disk:
         weights = disk / "runs/run/weights"
         seen = []
@@ -155,30 +188,31 @@ def test_best_weights_that_the_disk_did_not_take(data: Path, whole: Path, tmp_pa
         def look() -> None:
             seen.append(epochs_of(weights))
 
-        told = Disk({2: [lambda: fill(disk)], 3: [look, (disk / "filler").unlink], 4: [look]})
-        train_with([told], *flags(data, disk / "runs"))
+        told = Disk({turn: [lambda: fill(disk)], turn + 1: [look, (disk / "filler").unlink], turn + 2: [look]})
+        train_with([told], *flags(data, disk / "runs", *whole.flags))
         assert seen == [
-            {"last.pt": 1, "last.prev.pt": 0, "best.pt": 1},
-            {"last.pt": 3, "last.prev.pt": 1, "best.pt": 2},
+            {"last.pt": turn - 1, "last.prev.pt": turn - 2, "best.pt": whole.best(turn - 1)},
+            {"last.pt": turn + 1, "last.prev.pt": turn - 1, "best.pt": turn},
         ]
-        assert [(event.path.name, event.epoch, event.better) for event in told.saved[2:5]] == [
-            ("best.pt", 2, True),
-            ("last.pt", 3, False),
-            ("last.pt", 4, True),
+        assert [(event.path.name, event.epoch, event.better) for event in told.saved[turn : turn + 3]] == [
+            ("best.pt", turn, True),
+            ("last.pt", turn + 1, False),
+            ("last.pt", turn + 2, turn + 2 in whole.better),
         ]
         assert_same_run(whole, disk / "runs/run")
 
 
-def test_disk_that_stays_full(data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_disk_that_stays_full(data: Path, whole: Whole, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run trains to its end, which is status 1; what was there goes on once there is room again."""
+    turn = whole.turn
     with small_disk(tmp_path / "disk", "8m") as disk:
         run_dir = disk / "runs/run"
         with pytest.raises(NotWrittenError, match=r"run was not written; the warnings above say why") as info:
-            train_with([Disk({3: [lambda: fill(disk)]})], *flags(data, disk / "runs"))
+            train_with([Disk({turn + 1: [lambda: fill(disk)]})], *flags(data, disk / "runs", *whole.flags))
         assert ended_by(info.value) == 1
-        assert epochs_of(run_dir / "weights") == {"last.pt": 2, "last.prev.pt": 1, "best.pt": 2}
+        assert epochs_of(run_dir / "weights") == {"last.pt": turn, "last.prev.pt": turn - 1, "best.pt": turn}
         said = capsys.readouterr().out
-        assert said.count("last.pt was not written: [Errno 28] No space left on device: ") == EPOCHS - 3
+        assert said.count("last.pt was not written: [Errno 28] No space left on device: ") == EPOCHS - turn - 1
         assert "best.pt still holds the state of the run" in said
         (disk / "filler").unlink()
         train_with([], "--resume", run_dir)
@@ -281,8 +315,10 @@ def test_several_ranks_and_a_disk_that_takes_nothing(data: Path, tmp_path: Path)
 
 
 def test_disk_that_becomes_read_only(
-    data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data: Path, whole: Whole, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """For two epochs, of which the second is the best so far."""
+    turn = whole.turn
     weights = tmp_path / "run/weights"
     weights.mkdir(parents=True)
     with mounted(weights, "--bind", str(weights)):
@@ -290,9 +326,10 @@ def test_disk_that_becomes_read_only(
         def remount(how: str) -> None:
             subprocess.run(["mount", "-o", f"remount,bind,{how}", str(weights)], check=True)
 
-        told = Disk({1: [lambda: remount("ro")], 3: [lambda: remount("rw")]})
-        train_with([told], *flags(data, tmp_path, "--exist-ok"))
-        assert [event.epoch for event in told.saved] == [0, 2, 3, 4, 5, 6, 7]  # 2 is that of best.pt, made up for
+        told = Disk({turn - 1: [lambda: remount("ro")], turn + 1: [lambda: remount("rw")]})
+        train_with([told], *flags(data, tmp_path, "--exist-ok", *whole.flags))
+        # The best.pt of the turn is made up for.
+        assert [event.epoch for event in told.saved] == [*range(turn - 1), turn, *range(turn + 1, EPOCHS)]
         assert_same_run(whole, tmp_path / "run")
     said = capsys.readouterr().out
     assert said.count("weights/last.pt was not written: [Errno 30] Read-only file system: ") == 2
@@ -300,14 +337,14 @@ def test_disk_that_becomes_read_only(
 
 @needs_root
 def test_folder_that_may_not_be_written_any_more(
-    data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data: Path, whole: Whole, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = tmp_path / "runs/run/weights"
     (tmp_path / "runs").mkdir()
     os.chown(tmp_path / "runs", NOBODY, NOBODY)
     told = Disk({1: [lambda: weights.chmod(0o555)], 3: [lambda: weights.chmod(0o755)]})
     with as_nobody(tmp_path), as_nobody_reads(data.parent):
-        train_with([told], *flags(data, tmp_path / "runs"))
+        train_with([told], *flags(data, tmp_path / "runs", *whole.flags))
     assert_same_run(whole, tmp_path / "runs/run")
     assert capsys.readouterr().out.count("weights/last.pt was not written: [Errno 13] Permission denied: ") == 2
 
@@ -469,20 +506,16 @@ def test_label_cache_on_a_full_disk(
 # Folders that move, and runs that meet --------------------------------------------------------------------------------
 
 
-def unfinished(whole: Path, run_dir: Path) -> Path:
-    """A copy of a run as it was after some epochs."""
-    shutil.copytree(whole, run_dir)
-    weights = run_dir / "weights"
-    for path in weights.iterdir():
-        if path.name not in ("epoch5.pt", "epoch6.pt"):
-            path.unlink()
-    (weights / "epoch5.pt").rename(weights / "last.prev.pt")
-    (weights / "epoch6.pt").rename(weights / "last.pt")
-    shutil.copy(weights / "last.pt", weights / "best.pt")
+def unfinished(whole: Whole, run_dir: Path) -> Path:
+    """A copy of a run as it was before its last epoch."""
+    shutil.copytree(whole.run_dir, run_dir, ignore=shutil.ignore_patterns("*.pt"))
+    done = EPOCHS - 2
+    for name, epoch in {"last.prev": done - 1, "last": done, "best": whole.best(done)}.items():
+        shutil.copy(whole.run_dir / f"weights/epoch{epoch}.pt", run_dir / f"weights/{name}.pt")
     return run_dir
 
 
-def test_folder_that_moved(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_moved(whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a relative path, behind a link that was broken in between; nothing appears at the old place."""
     unfinished(whole, tmp_path / "old disk/runs/run")
     (tmp_path / "work").mkdir()

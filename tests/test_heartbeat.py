@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.common import PROJECT
+from tests.common import PROJECT, wait_until
 from utils import heartbeat
 from utils.heartbeat import SLOT, Beat, Phase, alive, beat, beating, begun, collective, read_beats, waiting
 from utils.stalls import find_slowest, watched
@@ -64,13 +64,13 @@ def test_every_item_is_a_sign_of_life(slots: mmap.mmap) -> None:
 
 def test_signs_of_life_in_one_long_call(slots: mmap.mmap) -> None:
     """While it lasts, not after."""
+    [start] = read_beats(slots[:])
     with alive():
-        [start] = read_beats(slots[:])
-        time.sleep(1.5)
-        [later] = read_beats(slots[:])
+        wait_until(lambda: read_beats(slots[:])[0].time > start.time)
+    [later] = read_beats(slots[:])
     time.sleep(1.2)
     [end] = read_beats(slots[:])
-    assert start.time < later.time == end.time
+    assert later.time == end.time
 
 
 def test_whoever_leaves_is_not_watched(slots: mmap.mmap) -> None:
@@ -93,14 +93,15 @@ def test_a_forked_process_is_silent(slots: mmap.mmap) -> None:
 
 
 def test_time_in_collectives() -> None:
-    before = heartbeat.blocked_seconds()
+    before, began = heartbeat.blocked_seconds(), time.perf_counter()
     with collective:
         time.sleep(0.05)
     with waiting:
         time.sleep(0.05)
+    blocked = time.perf_counter() - began
     time.sleep(0.05)
     waiting.leave()  # nothing was entered
-    assert 0.1 <= heartbeat.blocked_seconds() - before < 0.14
+    assert 0.1 <= heartbeat.blocked_seconds() - before <= blocked
 
 
 def test_costs_next_to_nothing() -> None:
@@ -237,12 +238,11 @@ def test_one_line_for_a_stall_and_one_for_its_end(capfd: pytest.CaptureFixture[s
         one.beat(2)
         one.looks(2)
         one.process.kill()
-        time.sleep(0.1)
-        assert one.watch.look() is False  # nobody is left
+        wait_until(lambda: not one.watch.look())  # nobody is left
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 2
     assert re.fullmatch(r"WARNING: rank 0 has been in loading for 1 s \(batch 1 of epoch 1\); the others .*", said[0])
-    assert re.fullmatch(r"WARNING: rank 0 goes on after [12] s", said[1])
+    assert re.fullmatch(r"WARNING: rank 0 goes on after \d+ s", said[1])
 
 
 @needs_linux
@@ -252,7 +252,7 @@ def test_the_rank_is_killed(capfd: pytest.CaptureFixture[str], tmp_path: Path, m
     with Watched(0, 0.5) as one:
         os.kill(one.process.pid, signal.SIGSTOP)
         assert one.looks(20).count(False) >= 1
-        assert one.process.wait(5) == -signal.SIGKILL
+        assert one.process.wait(60) == -signal.SIGKILL
     assert "the run is ended" in capfd.readouterr().err
     note = (tmp_path / "stalled").read_text()
     assert note.startswith(f"the run was stuck: rank 0 is stopped (process {one.process.pid}")
@@ -292,8 +292,7 @@ def test_stacks(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=(stacks,)) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(0.2)
-        assert "in stuck" in stack_of(process.pid, stacks)
+        wait_until(lambda: "in stuck" in stack_of(process.pid, stacks))
         os.kill(process.pid, signal.SIGSTOP)
         assert stack_of(process.pid, stacks) == ""
         process.kill()
@@ -303,15 +302,11 @@ def test_stacks(tmp_path: Path) -> None:
 def test_processes() -> None:
     script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(1000)'])"
     with subprocess.Popen([sys.executable, "-c", script]) as process:
-        end = time.monotonic() + 20
-        while not descendants(process.pid) and time.monotonic() < end:
-            time.sleep(0.02)
+        wait_until(lambda: descendants(process.pid))
         [child] = descendants(process.pid)
         assert child.parent == process.pid
         os.kill(child.pid, signal.SIGSTOP)
-        time.sleep(0.1)
-        stopped = read_process(child.pid)
-        assert stopped is not None and stopped.state == "T"
+        wait_until(lambda: (found := read_process(child.pid)) is not None and found.state == "T")
         os.kill(child.pid, signal.SIGKILL)
         process.kill()
     assert read_process(process.pid) is None
@@ -352,10 +347,7 @@ def test_a_watchdog_ends_with_its_starter() -> None:
         process.stdout.readline()
         [watchdog] = [child for child in descendants(process.pid) if child.state != "Z"]
         process.kill()
-    end = time.monotonic() + 5
-    while read_process(watchdog.pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert read_process(watchdog.pid) is None
+    wait_until(lambda: read_process(watchdog.pid) is None)
 
 
 # Slow ranks -----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from utils.torch_utils import DistEnv
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    monkeypatch.setattr(stalls, "SHORTEST_EPOCH", 0.1)
+    monkeypatch.setattr(stalls, "SHORTEST_EPOCH", 0.0)
     return lambda: capsys.readouterr().out.splitlines()
 
 
@@ -33,37 +33,41 @@ class Clock:
     def __init__(self) -> None:
         self.waited = 100.0  # of an earlier epoch
 
-    def epoch(self, pace: Pace, waited: float, computed: float) -> None:
+    def epoch(self, pace: Pace, share: float) -> None:
+        """Let an epoch pass of which this share is waiting."""
         with pace.epoch():
-            time.sleep(waited + computed)
-            self.waited += waited
+            began = time.perf_counter()
+            time.sleep(0.1)
+            self.waited += share * (time.perf_counter() - began)
 
 
-def test_is_said_once_and_only_where_it_is_so(said: Callable[[], list[str]]) -> None:
+def test_is_said_once_and_only_where_it_is_so(said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     pace = Pace(DistEnv(), lambda: clock.waited, "what helps: more --workers", filling=False)
-    clock.epoch(pace, 0.2, 0.1)  # with the start of the processes in it
+    clock.epoch(pace, 0.7)  # with the start of the processes in it
     assert said() == []
-    clock.epoch(pace, 0.02, 0.28)
+    clock.epoch(pace, 0.07)
     assert said() == []
-    clock.epoch(pace, 0.03, 0.0)  # too short to tell
+    with monkeypatch.context() as patch:
+        patch.setattr(stalls, "SHORTEST_EPOCH", 600.0)
+        clock.epoch(pace, 0.9)  # too short to tell
     assert said() == []
     for _ in range(3):
-        clock.epoch(pace, 0.2, 0.2)
+        clock.epoch(pace, 0.5)
     (line,) = said()
     found = re.fullmatch(
         r"the loader is what limits: (\d+)% of the epoch was spent waiting for images; what helps: more --workers", line
     )
-    assert found and 25 <= int(found[1]) <= 50  # sleeping may take longer than asked for
+    assert found and 40 <= int(found[1]) <= 50  # a busy machine may stop between two looks at the clock
 
 
 def test_an_epoch_that_fills_a_cache_tells_nothing(said: Callable[[], list[str]]) -> None:
     clock = Clock()
     pace = Pace(DistEnv(), lambda: clock.waited, "", filling=True)
     for _ in range(2):
-        clock.epoch(pace, 0.2, 0.1)
+        clock.epoch(pace, 0.7)
         assert said() == []
-    clock.epoch(pace, 0.2, 0.1)
+    clock.epoch(pace, 0.7)
     assert len(said()) == 1
 
 
@@ -82,15 +86,17 @@ def test_waiting_is_measured(tmp_path: Path, workers: int) -> None:
     with closing(train_loader(dataset, 1, DistEnv(), workers)) as batches:
         next(batches)
         time.sleep(1.5)
-        begun = batches.waited()
+        begun, spent = batches.waited(), 0.0
         for _ in range(2):
+            start = time.perf_counter()
             next(batches)
+            spent += time.perf_counter() - start
             time.sleep(0.5)
         waited = batches.waited() - begun
-        assert waited < 0.1 if workers else 0.4 <= waited < 1
+        assert waited < 0.3 if workers else 0.4 <= waited <= spent
         begun, start = batches.waited(), time.perf_counter()
         for _ in range(6):
             next(batches)
         spent = time.perf_counter() - start
-        assert 0.9 * spent < batches.waited() - begun <= spent
+        assert 0.7 * spent < batches.waited() - begun <= spent
         assert spent > 0.6

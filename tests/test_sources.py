@@ -275,8 +275,11 @@ def test_stream_is_opened_again_and_ends_when_it_stays_away(server: Server) -> N
 def test_newest_frame_is_kept(server: Server) -> None:
     server.frames, server.silent_after = 20, True
     with open_streams(find_sources(f"{server.url}/cam"), timeout=10) as streams:
-        time.sleep(1)
-        assert next(iter(read_streams(streams)))[0].number > 10
+        numbers = [0]
+        while numbers[-1] < server.frames:
+            time.sleep(0.5)  # in which more than one frame comes
+            numbers.append(next(iter(read_streams(streams)))[0].number)
+        assert len(numbers) <= server.frames / 2
         assert streams[0].take(0.1) is None
 
 
@@ -325,9 +328,9 @@ def test_server_that_never_answers(tmp_path: Path, scheme: str) -> None:
         path = tmp_path / "three.streams"
         path.write_text("".join(f"{scheme}://127.0.0.1:{silent.getsockname()[1]}/{k}\n" for k in range(3)))
         start = time.monotonic()
-        with pytest.raises(UserError, match=r"/[012] \(waited 1 s"), open_streams(find_sources(str(path)), 1, 1.0):
+        with pytest.raises(UserError, match=r"/[012] \(waited 2 s"), open_streams(find_sources(str(path)), 1, 2.0):
             pass
-        assert 0.9 < time.monotonic() - start < 3
+        assert 1.9 < time.monotonic() - start < 6
 
 
 def read_all(streams: list[Stream], limit: float = 20) -> list[tuple[float, int]]:
@@ -384,8 +387,8 @@ def test_stream_that_hangs_while_reading_is_given_up(
         with open_streams(find_sources(str(tmp_path / "hung.streams")), timeout=1.5) as streams:
             seen = read_all(streams)
             ended = time.monotonic()
-        assert time.monotonic() - ended < 3
-    assert 1.4 < ended - seen[-1][0] < 3
+        assert time.monotonic() - ended < 20
+    assert 1.4 < ended - seen[-1][0] < 20  # without a time limit it would hang for a minute
     assert f"hung.{suffix}: no frame for 1.5 s; the stream has ended" in capsys.readouterr().out
 
 
@@ -401,7 +404,7 @@ def test_streams_that_hang_while_opening_cost_their_time_once(tmp_path: Path) ->
         start = time.monotonic()
         with pytest.raises(UserError, match=r"from \S*/[0-3]\.ts \(waited 1 s"), open_streams(sources, 1, 1.0):
             pass
-        assert 2.9 < time.monotonic() - start < 7  # a second for all of them, two until they are left alone
+        assert 2.9 < time.monotonic() - start < 12  # a second for all of them, two until they are left alone
 
 
 def test_slow_servers_have_their_time_each(server: Server, tmp_path: Path) -> None:
@@ -455,7 +458,7 @@ def test_frames_that_cannot_be_decoded_are_no_life(monkeypatch: pytest.MonkeyPat
     start = time.monotonic()
     with open_streams(find_sources("0"), stride, timeout=1.0) as streams:
         last = read_all(streams)[-1][1]
-    assert 31 - stride <= last <= 30 and time.monotonic() - start < 5
+    assert 31 - stride <= last <= 30 and time.monotonic() - start < 15
 
 
 def test_frames_that_are_passed_over_are_life(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,19 +476,19 @@ def test_frames_that_are_passed_over_are_life(monkeypatch: pytest.MonkeyPatch) -
 def test_who_is_slow_to_take_frames_loses_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture may cost more than the time limit; the next frame is there a moment after the last one was taken."""
     monkeypatch.setattr(cv2, "VideoCapture", Driver)
-    monkeypatch.setattr(Driver, "count", 6)
+    monkeypatch.setattr(Driver, "count", 3)
     numbers = []
-    stream = Stream(Source("stream", "0", "camera"), timeout=0.2)
+    stream = Stream(Source("stream", "0", "camera"), timeout=0.6)
     while stream.alive():
         frame = stream.take(1)
         if frame is not None:
             numbers.append(frame.number)
-            if len(numbers) < 6:
+            if len(numbers) < 3:
                 assert stream.alive()
-                time.sleep(0.5)
+                time.sleep(1.2)
     stream.stop()
     stream.join(2)
-    assert numbers == [1, 2, 3, 4, 5, 6]
+    assert numbers == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
