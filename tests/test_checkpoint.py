@@ -469,7 +469,7 @@ def test_write_that_fails(tmp_path: Path) -> None:
             print(error)
     """)
     result = subprocess.run(
-        [sys.executable, "-c", code, str(path)], cwd=PROJECT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, str(path)], cwd=PROJECT, capture_output=True, text=True, timeout=300, check=True
     )
     assert "File too large: the checkpoint needs 1 MB" in result.stdout
     assert path.read_bytes() == before
@@ -514,7 +514,7 @@ class Held(str):
     may: threading.Event
 
     def __str__(self) -> str:
-        assert self.may.wait(20)
+        assert self.may.wait(120)
         return "held"
 
 

@@ -368,7 +368,7 @@ def test_two_runs_fetch_once(files: dict[str, bytes], site: tuple[Server, str], 
     path = write_yaml(tmp_path, f"{address}/d.zip")
     command = [sys.executable, "-m", "utils.data_sets", str(path)]
     runs = [subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.DEVNULL) for _ in range(2)]
-    assert [run.wait(timeout=100) for run in runs] == [0, 0]
+    assert [run.wait(timeout=300) for run in runs] == [0, 0]
     assert server.asked == ["/d.zip"]
     assert contents(tmp_path / "set") == files
     assert sorted(os.listdir(tmp_path)) == ["my.yaml", "set"]

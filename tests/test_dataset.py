@@ -364,9 +364,9 @@ def test_concurrent_builds(tmp_path: Path) -> None:
     processes = [FORK.Process(target=build_and_report, args=(images, barrier, queue)) for _ in range(4)]
     for process in processes:
         process.start()
-    results = {queue.get(timeout=20) for _ in processes}
+    results = {queue.get(timeout=120) for _ in processes}
     for process in processes:
-        process.join(20)
+        process.join(120)
     assert [process.exitcode for process in processes] == [0] * 4
     assert len(results) == 1
     assert [path.suffix for path in (tmp_path / ".lockstep").iterdir()] == [".index"]
@@ -388,7 +388,7 @@ def test_concurrent_writers_of_one_file(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(20)
+        process.join(120)
     assert [process.exitcode for process in processes] == [0] * 4
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 

@@ -391,7 +391,7 @@ def test_two_runs_fetch_once(site: tuple[Server, str], tmp_path: Path) -> None:
     command = [sys.executable, "-c", ASK.format(root=str(PROJECT))]
     environment = {**os.environ, MIRROR: address}
     runs = [subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) for _ in range(2)]
-    said = [run.communicate(timeout=60)[0].decode() for run in runs]
+    said = [run.communicate(timeout=300)[0].decode() for run in runs]
     assert [run.returncode for run in runs] == [0, 0]
     assert server.asked == ["/yolov5s.pt"]
     assert sum("waiting     another process fetches" in text for text in said) <= 1

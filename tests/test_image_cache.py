@@ -236,7 +236,7 @@ def test_other_processes_get_it_by_pickle(index: LabelIndex) -> None:
         cache.put(0, np.full((30, 40, 3), 7, np.uint8))
     data = pickle.dumps(caches)
     assert len(data) < 1000
-    subprocess.run([sys.executable, "-c", SPAWNED], input=data, cwd=PROJECT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", SPAWNED], input=data, cwd=PROJECT, check=True, timeout=300)
     for cache in caches:
         image = cache.get(1)
         assert image is not None
@@ -260,7 +260,7 @@ def test_two_may_put_the_same_image(index: LabelIndex, mode: str) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(30)
+        worker.join(120)
     assert [worker.exitcode for worker in workers] == [0] * 3
 
 
@@ -294,11 +294,11 @@ def test_memory_is_shared_between_workers(tmp_path: Path) -> None:
     for worker in workers:
         worker.start()
     for _ in workers:
-        ready.get(timeout=30)
+        ready.get(timeout=120)
     together = sum(pss_kb(worker.pid) for worker in workers) + pss_kb("self")
     done.set()
     for worker in workers:
-        worker.join(30)
+        worker.join(120)
     assert together - alone < 0.8 * n * size * size * 3 / 1024  # far below three copies; the rest is the interpreters
 
 
@@ -349,7 +349,7 @@ def test_concurrent_creation(index: LabelIndex, tmp_path: Path) -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(30)
+        worker.join(120)
     assert [worker.exitcode for worker in workers] == [0] * 4
     assert len(list((tmp_path / ".lockstep").iterdir())) == 2
 

@@ -44,7 +44,7 @@ def test_ranks_of_a_launcher_fetch_once(site: tuple[Server, str], tmp_path: Path
     server, address = site
     archive, command = write_run(tmp_path)
     server.answers["/d.zip"] = whole(archive)
-    done = torchrun(command, 2, port=free_port(), env={MIRROR: address, "LOCKSTEP_OFFLINE": ""}, timeout=100)
+    done = torchrun(command, 2, port=free_port(), env={MIRROR: address, "LOCKSTEP_OFFLINE": ""}, timeout=300)
     assert done.returncode == 0, done.stderr
     assert server.asked == ["/d.zip"]
     assert (tmp_path / "runs/run/weights/best.pt").exists()
@@ -58,7 +58,7 @@ def test_ranks_without_a_network_say_it_once(tmp_path: Path) -> None:
     weights = tmp_path / "yolov5n.pt"
     command += ["--weights", str(weights)]
     environment = {"LOCKSTEP_OFFLINE": "1"}
-    done = torchrun(command, 2, port=free_port(), env=environment, timeout=100)
+    done = torchrun(command, 2, port=free_port(), env=environment, timeout=300)
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1, done.stderr
     assert f"--weights {weights} is not there and can't be fetched: LOCKSTEP_OFFLINE is set" in done.stderr
@@ -78,7 +78,7 @@ def test_ranks_fetch_data_and_weights_once(site: tuple[Server, str], tmp_path: P
     command += ["--weights", str(tmp_path / "yolov5n.pt"), "--device", "cpu,cpu"]
     done = subprocess.run(
         [sys.executable, str(PROJECT / command[0]), *command[1:]], cwd=tmp_path,
-        env=CHILD_ENVIRONMENT | {MIRROR: address, "LOCKSTEP_OFFLINE": ""}, capture_output=True, text=True, timeout=100,
+        env=CHILD_ENVIRONMENT | {MIRROR: address, "LOCKSTEP_OFFLINE": ""}, capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -217,7 +217,7 @@ def test_list_of_devices_and_ranks_differ(data: Path, tmp_path: Path) -> None:
         "--device cpu,cpu,cpu names 3 devices, but the launcher started 2 processes on this machine "
         "(--nproc_per_node 2), each of which needs one; make the two numbers equal",
     )
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < LIMIT / 4
     assert list(tmp_path.iterdir()) == []
 
 

@@ -165,5 +165,5 @@ def test_stopped_while_it_waits_for_the_first_rank(data: Path, tmp_path: Path, n
         nobody.settimeout(LIMIT)
         with nobody.accept()[0]:  # it is there, and never hears anything
             run.send_signal(number)
-            assert run.wait(10) == -number, (tmp_path / "said").read_text()
+            assert run.wait(LIMIT) == -number, (tmp_path / "said").read_text()
     assert (tmp_path / "said").read_text() == ""
