@@ -331,7 +331,7 @@ def test_no_python_objects_per_image(tmp_path: Path) -> None:
         counts.append(len(gc.get_objects()) - before)
         assert index.n == n
         assert len(pickle.dumps(index)) < 500
-    assert abs(counts[1] - counts[2]) < 5
+    assert abs(counts[1] - counts[2]) < 300  # one for each image would be 580; what other tests left goes away at times
 
 
 @pytest.mark.parametrize("cache", [True, False])
