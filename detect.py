@@ -45,6 +45,7 @@ from utils.run_folder import create_run_dir
 from utils.sources import (
     Frame,
     Source,
+    Unread,
     count_pictures,
     find_sources,
     in_batches,
@@ -66,6 +67,7 @@ class Summary:
         pictures: images and frames that were looked at.
         hits: of them, those with a detection.
         unread: files that could not be read.
+        damaged: videos of which only some frames could be read.
         found: detections by class name.
         seconds: (3,) [preparing, inference, NMS], summed.
         run_dir: where results are; None without any.
@@ -74,6 +76,7 @@ class Summary:
     pictures: int = 0
     hits: int = 0
     unread: int = 0
+    damaged: list[Unread] = field(default_factory=list)
     found: Counter[str] = field(default_factory=Counter)
     seconds: NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
     run_dir: Path | None = None
@@ -83,7 +86,9 @@ class Summary:
         total = self.found.total()
         counts = ": " + ", ".join(f"{count} {name}" for name, count in self.found.most_common()) if total else ""
         speed = zip(("prepare", "inference", "nms"), self.seconds / self.pictures * 1e3, strict=True)
+        parts = [f"{video.read} of {video.frames} frames of {video.source.shown} were read" for video in self.damaged]
         return [
+            *parts,
             f"found {total} objects in {self.hits} of {self.pictures} pictures{counts}",
             "speed per image: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in speed),
             f"results in {self.run_dir}" if self.run_dir else "nothing was written",
@@ -97,7 +102,7 @@ def read_inputs(config: DetectConfig, env: DistEnv) -> tuple[list[Source], Detec
         UserError: lists what is wrong with sources, weights, flags and the run folder.
     """
     problems = Problems()
-    sources = problems.attempt(lambda: find_sources(config.source))
+    sources = problems.attempt(lambda: find_sources(*config.source))
     problems.attempt(lambda: check_run_folder(Path(config.project, config.name), config.exist_ok))
     problems.attempt(lambda: check_half(config.half, env.device))
     if config.view_img:
@@ -135,7 +140,8 @@ def run(config: DetectConfig, env: DistEnv) -> Summary:
                 for line in summary.lines():
                     log.info(line)
     if not summary.pictures:
-        raise UserError(f"--source {config.source}: nothing in it can be read")
+        more = " ..." if len(config.source) > 1 else ""
+        raise UserError(f"--source {config.source[0]}{more}: nothing in it can be read")
     if summary.unread:
         log.warning(f"{summary.unread} of {len(sources)} files could not be read")
     return summary
@@ -148,6 +154,8 @@ def read_batches(sources: Sequence[Source], config: DetectConfig, summary: Summa
         for item in read_files(sources, config.vid_stride):
             if isinstance(item, Frame):
                 yield item
+            elif item.read:
+                summary.damaged.append(item)
             else:
                 summary.unread += 1
 

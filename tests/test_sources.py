@@ -19,6 +19,8 @@ from utils.sources import (
     Frame,
     Source,
     Stream,
+    Unread,
+    _named,
     count_pictures,
     find_sources,
     open_streams,
@@ -113,9 +115,9 @@ def test_names_are_unique(tmp_path: Path) -> None:
         ("{}/nowhere/b.jpg", "no such file"),
         ("{}/empty", "holds no image"),
         ("{}/*.webp", "matches this pattern"),
-        ("{}/notes.md", ".md is no suffix"),
+        ("{}/notes.md", "neither an image nor a video"),
         ("{}/" + "x" * 5000, "cannot be read"),
-        ("{}/bad.txt", "notes.md is neither an image nor a video"),
+        ("{}/bad.txt", "no image and no video (notes.md)"),
         ("{}/none.txt", "the list is empty"),
         ("{}/binary.txt", "UTF-8"),
         ("ftp://host/x", "is no stream"),
@@ -135,6 +137,54 @@ def test_mistakes_are_one_sentence(folder: Path, source: str, message: str) -> N
     with pytest.raises(UserError, match=r"--source") as error:
         find_sources(source.format(folder))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_named_file_is_tried_whatever_its_suffix(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A clip that OpenCV reads was refused for its suffix (ultralytics/yolov5#10259, ultralytics/ultralytics#7997)."""
+    (folder / "clip.mp4").rename(folder / "clip.dat")
+    (folder / "b.jpg").rename(folder / "b")
+    assert [(source.kind, source.name) for source in find_sources(str(folder / "clip.dat"))] == [("video", "clip")]
+    assert find_sources(str(folder / "b"))[0].kind == "image"
+    assert names(find_sources(str(folder / "*.dat"))) == ["clip"]
+    (folder / "list.txt").write_text("clip.dat\nb\nnotes.md\n")
+    assert names(find_sources(str(folder / "list.txt"))) == ["clip", "b"]
+    assert "neither images nor videos, left out: 1 (notes.md)" in capsys.readouterr().out
+
+
+def test_what_a_folder_passes_over_is_counted_and_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files were passed over in silence (ultralytics/ultralytics#7997), hidden ones taken (Abe404/root_painter#173)."""
+    for suffix in ("flv", "webm", "3gp"):
+        (folder / f"v.{suffix}").touch()
+    write(folder / "._b.jpg", picture())
+    write(folder / "@eaDir/b.jpg", picture())
+    assert names(find_sources(str(folder))) == ["a", "b", "clip", "v", "v-2", "v-3"]
+    said = capsys.readouterr().out
+    assert "hidden pictures left out: 1 (._b.jpg)" in said
+    assert "no pictures by their suffix, left out: 1 (notes.md)" in said
+    assert names(find_sources(str(folder / "**/b.jpg"))) == ["b"]
+    assert "hidden pictures left out: 1 (b.jpg)" in capsys.readouterr().out
+    assert names(find_sources(str(folder / "@eaDir"))) == ["b"]  # who names it wants it
+
+
+def test_several_files_as_a_shell_makes_them_of_a_pattern(folder: Path) -> None:
+    """Each file of a pattern without quotes was an error of its own (mikel-brostrom/boxmot#805)."""
+    assert names(find_sources(*map(str, sorted(folder.glob("*.??g"))))) == ["a", "b"]
+    assert names(find_sources("0", "rtsp://host/a")) == ["camera0", "host_a"]
+    with pytest.raises(UserError, match="don't go together"):
+        find_sources("0", str(folder))
+    with pytest.raises(UserError) as error:
+        find_sources(*(str(folder / f"{number}.gone") for number in range(23)))
+    assert len(error.value.messages) == 6 and "18 more" in error.value.messages[-1]
+
+
+def test_thousands_of_files_of_one_name_take_no_time() -> None:
+    """As many as there are folders with a frame.jpg in each; by counting them anew each time it took minutes."""
+    began = time.process_time()
+    paths = [("image", f"{number}/frame.jpg", "frame") for number in range(20_000)]
+    sources = _named([*paths, ("video", "v.mp4", "v"), ("image", "v_7.jpg", "v_7")])
+    assert time.process_time() - began < 10  # 0.1 s
+    assert len({source.name for source in sources}) == len(sources) == 20_002
+    assert [source.name for source in sources[-3:]] == ["frame-20000", "v", "v_7-2"]
 
 
 def test_password_is_not_printed() -> None:
@@ -183,6 +233,45 @@ def test_what_cannot_be_read_is_said_and_the_others_go_on(tmp_path: Path, capsys
     assert [isinstance(item, Frame) for item in items] == [True, False, False, False, True]
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("b.jpg", "c.mp4", "d.png")) and "Traceback" not in printed
+
+
+def with_hole(path: Path) -> Path:
+    """Damage a file in the middle."""
+    data = bytearray(path.read_bytes())
+    third, half = len(data) // 3, len(data) // 2
+    data[third:half] = bytes(half - third)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("stride", [1, 7])
+def test_damaged_video_goes_on_behind_the_damage(
+    tmp_path: Path, stride: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reading ended at the first bad frame, in silence (ultralytics/yolov5#2064, #5791)."""
+    noise = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
+    path = tmp_path / "clip.mp4"
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"mp4v"), 10, (64, 48))
+    for number in range(60):
+        writer.write(np.roll(noise, number, 1))
+    writer.release()
+    whole = {frame.number for frame in read_files(find_sources(str(path)), stride) if isinstance(frame, Frame)}
+    assert whole == set(range(1, 61, stride)) and capsys.readouterr().out == ""
+    *frames, rest = read_files(find_sources(str(with_hole(path))), stride)
+    numbers = [frame.number for frame in frames if isinstance(frame, Frame)]
+    assert len(numbers) == len(frames) and set(numbers) < whole
+    assert min(numbers) == 1 and max(numbers) == max(whole)  # the numbers are those of the whole video
+    assert isinstance(rest, Unread) and rest.frames == 60 and 30 < rest.read < 60
+    assert f"{rest.read} of 60 frames can be read" in capsys.readouterr().out
+
+
+def test_half_a_video_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half a file passed as a whole one (ultralytics/yolov5#2064)."""
+    path = make_video(tmp_path / "clip.avi", 60)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    *frames, rest = read_files(find_sources(str(path)))
+    assert isinstance(rest, Unread) and rest.frames == 60 and rest.read == len(frames) < 40
+    assert f"{rest.read} of 60 frames can be read" in capsys.readouterr().out
 
 
 def test_video_frames_and_stride(tmp_path: Path) -> None:

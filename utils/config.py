@@ -81,7 +81,7 @@ examples:
   python detect.py --weights runs/train/exp/weights/best.pt                 the pictures in data/images
   python detect.py --weights best.pt --source photo.jpg                     an image or a video
   python detect.py --weights best.pt --source photos --save-txt --nosave    a folder; text files only
-  python detect.py --weights best.pt --source 'photos/**/*.jpg'             a pattern, in quotes
+  python detect.py --weights best.pt --source 'photos/**/*.jpg'             a pattern
   python detect.py --weights best.pt --source list.txt                      files, one in each line
   python detect.py --weights best.pt --source 0 --view-img                  a camera by its number
   python detect.py --weights best.pt --source rtsp://host/stream            or http, https, rtmp
@@ -292,8 +292,11 @@ class DetectConfig:
 
     weights: str = flag("", "model", "checkpoint to detect with", metavar="FILE")
 
-    source: str = flag(
-        "data/images", "input", "image, video, folder, pattern, .txt or .streams list, URL, or number of a camera"
+    source: list[str] = flag(  # noqa: RUF009
+        ["data/images"],
+        "input",
+        "images, videos, folders, patterns, .txt or .streams lists, URLs, or numbers of cameras",
+        commas=False,
     )
     imgsz: list[int] = flag(  # noqa: RUF009
         [0],

@@ -8,7 +8,9 @@ A class whose fields are flags has the class variables ``script`` (its file), ``
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+import sys
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field
 from typing import Any, NoReturn, get_args
 
@@ -25,6 +27,12 @@ TYPE_WORDS: dict[Any, str] = {
     bool | str: "a text, true or false",
 }
 
+# What word processors, chats and PDFs make of dashes, spaces and quotes, for whoever pastes a command from there.
+DASH = "[-\u00ad\u2010-\u2015\u2212\ufe58\ufe63\uff0d]"
+SPACE = "[\u00a0\u2000-\u200a\u202f\u205f\u3000]"
+UNSEEN = "[\u200b-\u200f\u2060\ufeff]"
+QUOTE = "[\u2018-\u201f\u00ab\u00bb\u2032\u2033]"
+
 
 def flag(default: Any, group: str, text: str, *aliases: str, **metadata: Any) -> Any:
     """One flag as a dataclass field: its name with dashes, then the aliases.
@@ -35,7 +43,8 @@ def flag(default: Any, group: str, text: str, *aliases: str, **metadata: Any) ->
         text: what the flag does.
         *aliases: further spellings, with their dashes.
         **metadata: ``low``, ``high`` inclusive bounds; ``also`` a value outside of them with a meaning of its own;
-            ``choices``; ``const`` the value of the bare flag (its own value is then optional); ``metavar``.
+            ``choices``; ``commas`` whether they separate the values of a list as spaces do (True); ``const`` the value
+            of the bare flag (its own value is then optional); ``metavar``.
     """
     metadata |= {"group": group, "text": text, "aliases": aliases}
     if isinstance(default, list):
@@ -163,11 +172,11 @@ def _argument(item: Field[Any]) -> dict[str, Any]:
 
 def _read(parser: _Parser, kind: type[Any], argv: Sequence[str] | None) -> dict[str, Any]:
     problems = Problems()
-    namespace, unknown = parser.parse_known_args(argv)
+    namespace, unknown = parser.parse_known_args(_pasted(sys.argv[1:] if argv is None else argv, kind))
     typed = vars(namespace)
     for spelling in typed.get("not_yet", []):
         problems.add(f"{spelling} is not available yet: {kind.not_yet[spelling]}")
-    _report_unknown(unknown, [spelling for item in dataclasses.fields(kind) for spelling in _spellings(item)], problems)
+    _report_unknown(unknown, _known(kind), problems)
     given = {}
     for item in dataclasses.fields(kind):
         if item.name in typed:
@@ -218,15 +227,61 @@ def _plain(value: Any, kind: Any) -> Any:
     return value
 
 
+def _known(kind: type[Any]) -> list[str]:
+    """Return all spellings of the flags of a class."""
+    return [spelling for item in dataclasses.fields(kind) for spelling in _spellings(item)]
+
+
+def _pasted(argv: Sequence[str], kind: type[Any]) -> list[str]:
+    """Return a command line as it was meant: flags with two plain dashes, values without quotes around them.
+
+    A single dash, one of a word processor or a space that does not break lines is told from a part of a value by the
+    flag that it belongs to.
+    """
+    switches = ["--no-" + item.name.replace("_", "-") for item in dataclasses.fields(kind) if item.type == bool | None]
+    later = [spelling for spelling in kind.not_yet if " " not in spelling]
+    cores = {spelling.lstrip("-") for spelling in (*_known(kind), *switches, *later, "--help")}
+    words = []
+    for word in argv:
+        parts = re.split(SPACE, word)
+        words += [part for part in parts if part] if any(_core(part) in cores for part in parts) else [word]
+    return [_pasted_word(word, cores) for word in words]
+
+
+def _core(word: str) -> str | None:
+    """Return the flag that a word names, without dashes; None for a word that does not begin with one, of any kind."""
+    spelling = re.sub(UNSEEN, "", word.partition("=")[0])
+    return re.sub(DASH, "-", spelling).lstrip("-") if re.match(DASH, spelling) else None
+
+
+def _pasted_word(word: str, cores: Container[str]) -> str:
+    core, (_, equals, value) = _core(word), word.partition("=")
+    if core is not None and (core in cores or (not word.startswith("-") and re.fullmatch("[A-Za-z][A-Za-z_-]*", core))):
+        return f"--{core}{equals}{_unquoted(value)}"
+    if core is not None and re.fullmatch(r"[\d.]+", core):
+        return f"-{core}"
+    return _unquoted(word)
+
+
+def _unquoted(value: str) -> str:
+    """Return a value without quotes around it that no shell has taken away: typographic ones, on Windows also ' '."""
+    return value[1:-1] if re.fullmatch(f"{QUOTE}.*{QUOTE}|'.*'", value) else value
+
+
 def _report_unknown(unknown: Sequence[str], known: Sequence[str], problems: Problems) -> None:
     after_unknown_flag = False
+    bare = [word for word in unknown if f"--{word.partition('=')[0]}" in known and "=" in word]  # epochs=3
+    if bare:
+        written = " ".join("--" + word.replace("=", " ", 1) for word in bare)
+        problems.add(f"{' '.join(bare)}: flags begin with two dashes; write {written}")
     for word in unknown:
         is_flag = word.startswith("-")
         if is_flag:
             spelling = word.partition("=")[0]
             problems.add(f"{spelling} is not a flag{nearest(spelling, known)}")
-        elif not after_unknown_flag:  # otherwise it is the unknown flag's value
-            problems.add(f"{word!r} belongs to no flag")
+        elif not after_unknown_flag and word not in bare:  # otherwise it is the unknown flag's value
+            hint = "; quotes that hold words together are ' or \"" if re.search(QUOTE, word) else ""
+            problems.add(f"{word!r} belongs to no flag{hint}")
         after_unknown_flag = is_flag
 
 
@@ -235,7 +290,8 @@ def _convert(item: Field[Any], value: Any) -> Any:
     convert = _element(item)
     try:
         if isinstance(value, list):
-            words = [word for word in ",".join(value).split(",") if word.strip()]
+            words = value if not item.metadata.get("commas", True) else ",".join(value).split(",")
+            words = [word for word in words if word.strip()]
             if not words and _default(item):
                 raise ValueError("an empty list means something where it is the default only")
             return [convert(word) for word in words]

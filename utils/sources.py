@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,14 +19,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from utils.config import ROOT
-from utils.errors import UserError, nearest
+from utils.errors import Problems, UserError, nearest
 from utils.images import IMAGE_SUFFIXES, ImageError, read_image
 from utils.logging import get_logger
 
-VIDEO_SUFFIXES = frozenset(["asf", "avi", "gif", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "ts", "wmv"])
+# Of what is taken from folders; a file that is named itself is tried whatever its suffix.
+# fmt: off
+VIDEO_SUFFIXES = frozenset(
+    ["3g2", "3gp", "amv", "asf", "avi", "divx", "dv", "f4v", "flv", "gif", "h264", "h265", "hevc", "m1v", "m2ts",
+     "m2v", "m4v", "mjpeg", "mjpg", "mkv", "mov", "mp4", "mpe", "mpeg", "mpg", "mts", "mxf", "ogm", "ogv", "qt",
+     "rm", "rmvb", "ts", "vob", "webm", "wmv"]
+)
+# fmt: on
 SCHEMES = ("http", "https", "rtsp", "rtmp")
 WEB_PAGES = ("youtube.com", "www.youtube.com", "youtu.be")  # pages around a video, not the video
 
+SHOWN_NAMES = 5  # in a message
+LONGEST_GAP = 100_000  # frames one after the other that can't be read, after which a video is given up: 2 s of tries
+DOUBTFUL_END = 0.01  # share of a video's frames by which its header may be wrong
+MOST_FRAMES = 10**9  # a year
 STREAM_FPS = 30.0  # of what is written from a stream that does not say
 LAST_CAMERA = 2**31 - 1  # OpenCV takes a C int
 CLOSE_WAIT = 2.0  # seconds for all threads to end; one that hangs in a driver or the network ends with the process
@@ -75,32 +87,62 @@ class Frame:
     fps: float = 0.0
 
 
+@dataclass(frozen=True)
+class Unread:
+    """What of a file could not be read; a warning has said why.
+
+    Attributes:
+        source: the file.
+        read: frames of a video that could be; 0 if nothing of the file could.
+        frames: that there are, as far as that is known.
+    """
+
+    source: Source
+    read: int = 0
+    frames: int = 0
+
+
 # What a text on the command line means --------------------------------------------------------------------------------
 
 
-def find_sources(text: str) -> list[Source]:
-    """Find what ``--source`` means; opens no image and no stream.
+def find_sources(*texts: str) -> list[Source]:
+    """Find what ``--source`` means; opens no stream, and of files only those whose suffix says nothing.
+
+    What is left out of a folder, a pattern or a list is counted and named in a warning.
 
     Args:
-        text: an image or a video, a folder of them, a pattern such as ``photos/**/*.jpg``, a ``.txt`` file with one of
-            these in each line, a ``.streams`` file with one address in each line, a URL, or the number of a camera.
-            A path that is not there is looked for in the program's folder too.
+        *texts: each an image or a video, a folder of them, a pattern such as ``photos/**/*.jpg``, a ``.txt`` file with
+            one of these in each line, a ``.streams`` file with one address in each line, a URL, or the number of a
+            camera. A path that is not there is looked for in the program's folder too.
 
     Returns:
-        At least one source, folders and patterns in the order of their names.
+        At least one source, folders and patterns in the order of their names; only streams, or none.
 
     Raises:
         UserError: there is no such file, or nothing to look at in it.
     """
+    problems = Problems()
+    found = [entry for text in texts for entry in problems.attempt(partial(_find, text)) or []]
+    more = len(problems.messages) - SHOWN_NAMES
+    if more > 1:  # what a shell made of a pattern may be thousands
+        problems.messages[SHOWN_NAMES:] = [f"--source: the same with {more} more"]
+    problems.raise_if_any()
+    if len({kind == "stream" for kind, _, _ in found}) > 1:
+        raise UserError("--source: streams and files don't go together; look at them in two runs")
+    return _named(found)
+
+
+def _find(text: str) -> list[tuple[str, str, str]]:
+    """Return kind, address and stem of each source that a text means."""
     if _is_address(text):
-        return _named([_stream(text, "--source")])
+        return [_stream(text, "--source")]
     try:
         path = Path(text).expanduser()
         if not path.exists() and (ROOT / path).exists():
             path = ROOT / path
         if path.suffix.lower() == ".streams" and path.is_file():
-            return _named([_stream(line, str(path)) for line in _lines(path)])
-        return _named(_files(text, path))
+            return [_stream(line, str(path)) for line in _lines(path)]
+        return _files(text, path)
     except OSError as error:  # a folder that may not be read, a name that is too long
         raise UserError(f"--source {text} cannot be read: {error.strerror}") from None
     except RuntimeError as error:  # ~NAME of a user that is not there
@@ -109,27 +151,59 @@ def find_sources(text: str) -> list[Source]:
 
 def _files(text: str, path: Path) -> list[tuple[str, str, str]]:
     if path.is_dir():
-        found = [entry for entry in sorted(path.iterdir()) if _kind(entry) and entry.is_file()]
-        if not found:
-            raise UserError(
-                f"--source {text}: the folder holds no image and no video itself; "
-                f"for those in folders below it give a pattern: '{path}/**/*.*'"
-            )
-        return [_file(entry) for entry in found]
+        nothing = (
+            f"the folder holds no image and no video; for those in folders below it give a pattern: '{path}/**/*.*'"
+        )
+        return _pictures(text, sorted(path.iterdir()), nothing, typed=path.parts)
+    if path.is_file() and path.suffix.lower() == ".txt":
+        paths = [_listed(line, path) for line in _lines(path)]
+        return _pictures(text, paths, "the list names no image and no video", by_content=True)
     if path.is_file():
-        if path.suffix.lower() == ".txt":
-            return [_file(_listed(line, path)) for line in _lines(path)]
-        if not _kind(path):
-            raise UserError(f"--source {text}: .{path.suffix[1:]} is no suffix of images, videos or lists of them")
-        return [_file(path)]
-    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        return _pictures(text, [path], "OpenCV finds neither an image nor a video in it", by_content=True)
     if glob.has_magic(str(path)):
-        found = [match for match in matches if _kind(match) and match.is_file()]
-        if not found:
-            raise UserError(f"--source {text}: no image and no video matches this pattern")
-        return [_file(match) for match in found]
+        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        by_content = path.suffix != "" and not glob.has_magic(path.suffix)  # *.dat names what is wanted
+        return _pictures(text, matches, "no image and no video matches this pattern", path.parts, by_content)
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     raise UserError(f"--source {text}: there is no such file or folder{nearest(path.name, beside)}")
+
+
+def _pictures(
+    text: str, paths: Sequence[Path], nothing: str, typed: Sequence[str] | None = None, by_content: bool = False
+) -> list[tuple[str, str, str]]:
+    """Take images and videos, and say what is left out.
+
+    Args:
+        text: what was typed, for messages.
+        paths: where to look.
+        nothing: says that there is no picture at all.
+        typed: parts of ``paths`` that are not searched for hidden ones; None if the files were named, each of them.
+        by_content: look into files whose suffix tells nothing; else they are left out.
+    """
+    found, hidden, others = [], [], []
+    for path in paths:
+        if typed is not None and not path.is_file():
+            continue
+        kind = _kind(path)
+        if kind and typed is not None and any(_is_hidden(part) for part in path.parts if part not in typed):
+            hidden.append(path.name)
+        elif kind := kind or (_kind_by_content(str(path)) if by_content else ""):
+            found.append((kind, str(path), path.stem))
+        else:
+            others.append(path.name)
+    if not found:
+        raise UserError(f"--source {text}: {nothing}{_some([name for name in others if not text.endswith(name)])}")
+    if hidden:
+        get_logger().warning(f"--source {text}: hidden pictures left out: {len(hidden)}{_some(hidden)}")
+    if others:
+        why = "neither images nor videos" if by_content else "no pictures by their suffix"
+        get_logger().warning(f"--source {text}: {why}, left out: {len(others)}{_some(others)}")
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    more = ", ..." if len(names) > SHOWN_NAMES else ""
+    return f" ({', '.join(names[:SHOWN_NAMES])}{more})" if names else ""
 
 
 def _is_address(text: str) -> bool:
@@ -141,8 +215,21 @@ def _kind(path: Path) -> str:
     return "image" if suffix in IMAGE_SUFFIXES else "video" if suffix in VIDEO_SUFFIXES else ""
 
 
-def _file(path: Path) -> tuple[str, str, str]:
-    return _kind(path), str(path), path.stem
+def _is_hidden(name: str) -> bool:
+    """Whether a file or folder is another program's: begins with a dot or an @, or is from an archive of macOS."""
+    return name.startswith((".", "@")) or name == "__MACOSX"
+
+
+def _kind_by_content(path: str) -> str:
+    """Return "image" or "video" for a file that OpenCV can open as one, else ""."""
+    if not _is_text(path) or not os.path.isfile(path) or not os.path.getsize(path):
+        return ""
+    if cv2.haveImageReader(path):
+        return "image"
+    capture = cv2.VideoCapture(path)
+    opened = capture.isOpened()
+    capture.release()
+    return "video" if opened else ""
 
 
 def _lines(path: Path) -> list[str]:
@@ -162,8 +249,6 @@ def _listed(line: str, path: Path) -> Path:
     entry = Path(line).expanduser()
     if not entry.exists() and (path.parent / entry).exists():
         entry = path.parent / entry
-    if not _kind(entry):
-        raise UserError(f"--source {path}: {line} is neither an image nor a video by its suffix")
     return entry
 
 
@@ -172,7 +257,7 @@ def _stream(address: str, where: str) -> tuple[str, str, str]:
         if len(address) > len(str(LAST_CAMERA)) or int(address) > LAST_CAMERA:
             raise UserError(f"{where}: there is no camera {address[:20]}; cameras are counted from 0")
         return "stream", address, f"camera{address}"
-    if "://" not in address and _kind(Path(address)) == "video":  # a file in a .streams list
+    if "://" not in address and (_kind(Path(address)) == "video" or Path(address).is_file()):  # of a .streams list
         return "stream", address, Path(address).stem
     shown = without_login(address)
     if not _is_text(address):
@@ -217,14 +302,16 @@ def _named(found: Sequence[tuple[str, str, str]]) -> list[Source]:
     """
     taken: set[str] = set()
     videos: set[str] = set()
+    tried: dict[str, int] = {}  # numbers up to which a name's copies are taken, so that thousands take no time
     sources = {}
     for place, (kind, address, stem) in sorted(enumerate(found), key=lambda entry: entry[1][0] == "image"):
         name = base = safe_name(stem)
-        number = 1
+        number = tried.get(base.casefold(), 1)
         while (key := name.casefold()) in taken or re.sub(r"_\d+$", "", key) in videos:
             number += 1
             name = f"{base}-{number}"
         taken.add(key)
+        tried[base.casefold()] = number
         if kind != "image":
             videos.add(key)
         sources[place] = Source(kind, address, name)
@@ -243,13 +330,13 @@ def count_pictures(sources: Sequence[Source], vid_stride: int = 1) -> int | None
         frames = 1
         if source.kind == "video":
             capture = _open_video(source.address)
-            frames = max(int(capture.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
+            frames = _frame_count(capture)
             capture.release()
         total += -(-frames // vid_stride)
     return total
 
 
-def read_files(sources: Sequence[Source], vid_stride: int = 1) -> Iterator[Frame | Source]:
+def read_files(sources: Sequence[Source], vid_stride: int = 1) -> Iterator[Frame | Unread]:
     """Read images and videos one after the other.
 
     Args:
@@ -257,7 +344,8 @@ def read_files(sources: Sequence[Source], vid_stride: int = 1) -> Iterator[Frame
         vid_stride: of a video every n-th frame is read, the first one included.
 
     Yields:
-        The pictures, and in the place of a file that can't be read its source, after a warning that says why.
+        The pictures; for a file that can't be read, and behind the frames of a video that can be read in part, what of
+        it is missing, after a warning.
     """
     for source in sources:
         if source.kind == "image":
@@ -265,7 +353,7 @@ def read_files(sources: Sequence[Source], vid_stride: int = 1) -> Iterator[Frame
                 yield Frame(source, read_image(source.address))
             except ImageError as error:
                 get_logger().warning(f"{error}; left out")
-                yield source
+                yield Unread(source)
         else:
             yield from _read_video(source, vid_stride)
 
@@ -277,26 +365,38 @@ def in_batches(frames: Iterable[Frame], size: int) -> Iterator[list[Frame]]:
         yield batch
 
 
-def _read_video(source: Source, vid_stride: int) -> Iterator[Frame | Source]:
+def _read_video(source: Source, vid_stride: int) -> Iterator[Frame | Unread]:
+    """Read a video, over frames that can't be read up to the end that its header names; they count in the numbers."""
     capture = _open_video(source.address)
+    frames, fps = _frame_count(capture), _fps(capture) / vid_stride
+    number = last = read = found = 0  # last: number of the last frame that could be read
     try:
-        number = decoded = 0
-        fps = _fps(capture) / vid_stride
-        while capture.grab():
+        while (grabbed := capture.grab()) or (number < frames and number - last < LONGEST_GAP):
+            wanted = number % vid_stride == 0
             number += 1
-            if (number - 1) % vid_stride:
-                continue
-            done, image = capture.retrieve()
+            done, image = capture.retrieve() if grabbed and wanted else (grabbed, None)
+            if done:
+                last, read = number, read + 1
             if done and image is not None:
-                decoded += 1
+                found += 1
                 yield Frame(source, _three_channels(image), number, fps)
     finally:
         capture.release()
-    if decoded == 0:
+    if found == 0:
         reason = "cannot be decoded as a video" if Path(source.address).is_file() else "there is no such file"
         reason = reason if _is_text(source.address) else "its name is not UTF-8, which OpenCV can't open"
         get_logger().warning(f"{source.address}: {reason}; left out")
-        yield source
+        yield Unread(source)
+    elif last > read or frames - last > max(1, frames * DOUBTFUL_END):
+        frames = max(frames, last)
+        get_logger().warning(f"{source.address}: {read} of {frames} frames can be read; it is damaged or cut short")
+        yield Unread(source, read, frames)
+
+
+def _frame_count(capture: cv2.VideoCapture) -> int:
+    """Frames that a video has by its header, which may be an estimate; 0 if it says nothing, or nonsense."""
+    count = capture.get(cv2.CAP_PROP_FRAME_COUNT)
+    return int(count) if 0 < count <= MOST_FRAMES else 0
 
 
 def _open_video(path: str) -> cv2.VideoCapture:
