@@ -19,8 +19,8 @@ from utils.errors import UserError
 
 T = TypeVar("T")
 
-# What decoders have to say goes into our messages, which name the file.
-cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
+# What decoders have to say goes into our messages, which name the file. OpenCV 4.8 has the function in another place.
+(getattr(cv2, "setLogLevel", None) or cv2.utils.logging.setLogLevel)(0)  # silent
 
 JPEG_START = b"\xff\xd8\xff"
 DECODING = {  # by how much smaller a JPEG file is decoded

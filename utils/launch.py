@@ -99,21 +99,20 @@ def launch(
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # it is said better below
     logs = folder or _log_folder()
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=len(devices),
-        logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="127.0.0.1",
-        max_restarts=max_restarts,
-        signals_to_handle=",".join(_heeded(SIGNALS)),
-        shutdown_timeout=GRACE,
-    )
     try:
         with _variables(_worker_variables(devices, max_restarts > 0)):
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=len(devices),
+                logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                local_addr="127.0.0.1",
+                max_restarts=max_restarts,
+                signals_to_handle=",".join(_heeded(SIGNALS)),
+            )
             elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
         failure = explain(error.failures, _note(logs), [_last_line(text) for text in _tracebacks(_last_life(logs))])
@@ -149,6 +148,7 @@ def _log_folder() -> Path:
 def _worker_variables(devices: Sequence[torch.device], restarts: bool) -> dict[str, str]:
     """Environment of the workers beside what the elastic launcher sets."""
     variables = {OURS: str(os.getpid()), STARTED: os.environ.get(STARTED, str(BEGAN))}
+    variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(GRACE)  # read by LaunchConfig; torch 2.10 and 2.11 wait for 30 s
     variables["PYTHONUNBUFFERED"] = "1"  # what is said comes at once, also before a kill
     if restarts:
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # with a shared one they would wait for good
@@ -241,13 +241,19 @@ def _traceback(failure: ProcessFailure) -> str:
 
 
 def _lost_a_peer(failure: ProcessFailure) -> bool:
-    text = _last_line(_traceback(failure))
+    text = _message(_traceback(failure))
     return any(words in text for words in LOST_PEER)
 
 
 def _waited_in_vain(failure: ProcessFailure) -> bool:
-    text = _last_line(_traceback(failure))
+    text = _message(_traceback(failure))
     return any(words in text for words in TIMED_OUT)
+
+
+def _message(traceback_text: str) -> str:
+    """Return what the last exception of a traceback says: NCCL's is in the first of several lines."""
+    last = traceback_text.rpartition("Traceback (most recent call last):\n")[2]
+    return "\n".join(line for line in last.splitlines() if not line.startswith("  "))  # those are places
 
 
 def _last_line(text: str) -> str:
