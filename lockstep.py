@@ -366,7 +366,8 @@ def _settings_kept() -> Iterator[None]:
     cudnn = torch.backends.cudnn.deterministic
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
-        yield
+        with _gpus_kept():
+            yield
     finally:
         os.environ.clear()
         os.environ.update(variables)
@@ -376,6 +377,25 @@ def _settings_kept() -> Iterator[None]:
         torch.set_deterministic_debug_mode(repeatable)
         torch.backends.cudnn.deterministic = cudnn
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _gpus_kept() -> Iterator[None]:
+    """Put back the random numbers of GPUs, and which of them is the current one; GPUs that nobody uses stay unused."""
+    used, seed = torch.cuda.is_initialized(), torch.initial_seed()
+    states, current = (torch.cuda.get_rng_state_all(), torch.cuda.current_device()) if used else ([], 0)
+    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    try:
+        yield
+    finally:
+        if torch.cuda.is_initialized():
+            torch.cuda.set_device(current)
+        if used:
+            torch.cuda.set_rng_state_all(states)
+        else:
+            torch.cuda.manual_seed_all(seed)  # at their first use, as `torch.manual_seed` has it
+        if mps is not None:
+            torch.mps.set_rng_state(mps)
 
 
 def work() -> NoReturn:

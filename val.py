@@ -21,7 +21,6 @@ if __name__ == "__main__":
     check_opencv()
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +38,7 @@ from utils.data_config import DataConfig
 from utils.data_report import NOTHING_FOUND, UnreadableImages, write_report
 from utils.dataloaders import Batch, ValLoader, choose_num_workers, val_loader
 from utils.dataset import LabelIndex
-from utils.devices import upload
+from utils.devices import time_on, upload
 from utils.errors import run_script
 from utils.heartbeat import Phase, beat, beating
 from utils.image_cache import ImageCache
@@ -183,15 +182,15 @@ def evaluate(
         beat()
         if gave_up := give_up():
             break
-        start = _now(env.device)
+        start = time_on(env.device)
         images = family.inputs.prepare(upload(batch.images, env.device)).to(dtype)
-        prepared = _now(env.device)
+        prepared = time_on(env.device)
         outputs = [] if augment else _forward(model, images)
         if augment:
             decoded = _forward(lambda some: [family.augmented(model, some)], images)[0]
         else:
             decoded = family.decode(model, outputs)
-        inferred = _now(env.device)
+        inferred = time_on(env.device)
         found = family.postprocess(
             decoded, conf_thres, iou_thres, multi_label=len(names) > 1, max_det=max_det, agnostic=single_cls
         )
@@ -199,7 +198,7 @@ def evaluate(
             for one in found:
                 one[:, 5] = 0
         detections = _detections(found, batch)
-        done = _now(env.device)
+        done = time_on(env.device)
         sums, counts = _losses(criterion, outputs, batch)
         seconds = np.diff([start, prepared, inferred, done])
         unreadable = list(batch.unreadable)
@@ -209,13 +208,6 @@ def evaluate(
         return None
     gathered = [result for share in shares if share for result in share]
     return _score(sorted(gathered, key=lambda result: result.number), index, names, criterion)
-
-
-def _now(device: torch.device) -> float:
-    """Return the time at which the device has done what it was told so far; every mark costs a wait for it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _forward(model: Callable[[Tensor], list[Tensor]], images: Tensor) -> list[Tensor]:

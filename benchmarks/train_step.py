@@ -30,6 +30,7 @@ from utils.config import TrainConfig
 from utils.console import RunClock
 from utils.data_config import build_train_config
 from utils.dataloaders import Batch
+from utils.devices import time_on
 from utils.errors import run_cli
 from utils.optim import build_optimizer
 from utils.steps import Precision
@@ -94,9 +95,7 @@ def seconds(work: Callable[[], None], device: torch.device) -> float:
     """Return how long something takes, on the device too."""
     start = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return time_on(device) - start
 
 
 def measure(config: TrainConfig, rounds: int) -> dict[str, list[float]]:

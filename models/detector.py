@@ -1,7 +1,6 @@
 """A network with everything between pictures and boxes: fitting, inference, suppression, scaling back."""
 
 import copy
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from models.yolo import DetectionModel
 from utils.augmentations import letterbox
 from utils.boxes import scale_boxes
 from utils.config import DetectConfig
+from utils.devices import time_on
 from utils.errors import Problems, UserError
 
 
@@ -48,12 +48,12 @@ class Detector:
         Returns:
             For each (K, 6) [x1, y1, x2, y2, confidence, class], xyxy, pixels of the picture, best first.
         """
-        start = self._now()
+        start = time_on(self._device)
         inputs = [fit(image, self._imgsz, self.model.max_stride) for image in images]
         shapes: dict[tuple[int, ...], list[int]] = {}
         for number, entry in enumerate(inputs):
             shapes.setdefault(entry.pixels.shape, []).append(number)
-        self.seconds[0] += self._now() - start
+        self.seconds[0] += time_on(self._device) - start
         detections: list[NDArray[np.float32]] = [np.zeros((0, 6), np.float32)] * len(images)
         for numbers in shapes.values():
             together = self._forward([inputs[number].pixels for number in numbers])
@@ -66,10 +66,10 @@ class Detector:
 
     def _forward(self, inputs: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
         """Run the network on (H, W, 3) BGR pictures of one shape; (K, 6) in pixels of these for each."""
-        start = self._now()
+        start = time_on(self._device)
         pixels = np.stack(inputs)[..., ::-1].transpose(0, 3, 1, 2)  # (B, 3, H, W) RGB
         images = self._family.inputs.prepare(torch.from_numpy(np.ascontiguousarray(pixels)).to(self._device))
-        prepared = self._now()
+        prepared = time_on(self._device)
         images = images.half() if self._config.half else images
         try:
             if self._config.augment:
@@ -81,7 +81,7 @@ class Detector:
                 f"--batch-size {self._config.batch_size}: {len(inputs)} pictures of {pixels.shape[2]} x "
                 f"{pixels.shape[3]} don't fit into the memory of {self._device}; use a smaller one, or --imgsz"
             ) from None
-        inferred = self._now()
+        inferred = time_on(self._device)
         config = self._config
         detections = self._family.postprocess(
             decoded,
@@ -92,7 +92,7 @@ class Detector:
             agnostic=config.agnostic_nms,
             classes=config.classes or None,
         )
-        self.seconds += np.diff([start, prepared, inferred, self._now()])
+        self.seconds += np.diff([start, prepared, inferred, time_on(self._device)])
         return detections
 
     def warm_up(self) -> None:
@@ -100,11 +100,6 @@ class Detector:
         if self._device.type == "cuda":
             self([np.zeros((*self._imgsz, 3), np.uint8)])
             self.seconds[:] = 0
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -209,3 +211,84 @@ def test_a_script_that_is_run_by_something_else(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout == "kept 2 True\n", done.stderr
+
+
+# A process whose main thread goes to where no handler runs, like one that waits for a GPU.
+IN_C = """
+import ctypes, os, signal, sys, time
+from utils import interrupts
+interrupts.IN_C = 1.0
+
+def wait_in_c():
+    mutex = ctypes.create_string_buffer(128)
+    for _ in range(2):  # the second time for good
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+with interrupts.stops_end_the_process(), interrupts.stops_reach_c():
+    if "child" in sys.argv and not os.fork():
+        with interrupts.StopRequest().heeded():
+            os.write(1, b"ready\\n")
+            wait_in_c()
+    try:
+        os.write(1, b"ready\\n")
+        time.sleep(3) if "python" in sys.argv else wait_in_c()
+    except interrupts.Stopped:
+        time.sleep(2)  # what it does is its business
+        print("saved")
+print("end")
+"""
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def in_c() -> Iterator[Start]:
+    """Starts such a process."""
+    started = []
+
+    def start(*how: str) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, "-c", IN_C, *how],
+            cwd=PROJECT,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+        )
+        started.append(process)
+        assert process.stdout is not None
+        for _ in range(1 + ("child" in how)):
+            assert process.stdout.readline() == "ready\n"
+        time.sleep(0.2)  # until it is in there
+        return process
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="waits for a lock of the C library")
+def test_sigterm_reaches_a_wait_in_c(in_c: Start) -> None:
+    """NVIDIA/nccl#585: a rank whose GPU waits for one that is gone was there until it was killed, a minute later."""
+    process = in_c()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="waits for a lock of the C library")
+def test_a_stop_that_was_heard_takes_its_time(in_c: Start) -> None:
+    process = in_c("python")
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20)[0] == "saved\nend\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="waits for a lock of the C library")
+def test_signals_of_loader_processes_are_theirs(in_c: Start) -> None:
+    process = in_c("child", "python")
+    child = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+    os.kill(child, signal.SIGTERM)
+    assert process.wait(20) == 0

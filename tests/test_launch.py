@@ -3,11 +3,13 @@
 The processes themselves are in tests/dist.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.common import PROJECT
 from tests.runs import flags, make_data, train_here
@@ -16,7 +18,7 @@ from utils import command
 from utils.config import TrainConfig, find_yaml
 from utils.errors import UserError
 from utils.flags import given_flags
-from utils.launch import worker_devices
+from utils.launch import explain, worker_devices
 from utils.torch_utils import ALONE, DistEnv, assign_device, backend
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -83,3 +85,31 @@ def test_backend() -> None:
     """R3: NCCL between CUDA devices where PyTorch has it, Gloo for all others."""
     assert backend(DistEnv(device=CUDA)) == ("NCCL" if dist.is_nccl_available() else "Gloo")
     assert backend(DistEnv(device=CPU)) == backend(DistEnv(device=torch.device("mps"))) == "Gloo"
+
+
+PLACES = 'Traceback (most recent call last):\n  File "train.py", line 1, in <module>\n    main()  # NCCL error\n'
+NCCL = (
+    "torch.distributed.DistBackendError: NCCL error in: /pytorch/c10d/ProcessGroupNCCL.cpp:1, remote process exited or "
+    "there was a network error, NCCL version 2.27.5\nncclRemoteError: A call failed possibly due to a network error or "
+    "a remote process exiting prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer"
+)
+
+
+def failed(rank: int, timestamp: int, said: str, folder: Path) -> ProcessFailure:
+    """A rank that has failed with an exception, as `record` of torch leaves it."""
+    path = folder / f"{rank}.json"
+    message = {"message": said, "extraInfo": {"py_callstack": PLACES + said, "timestamp": str(timestamp)}}
+    path.write_text(json.dumps({"message": message}))
+    return ProcessFailure(local_rank=rank, pid=1000 + rank, exitcode=1, error_file=str(path))
+
+
+@pytest.mark.parametrize("lost", [NCCL, "RuntimeError: [x/pair.cc:1] Connection closed by peer [127.0.0.1]:1"])
+def test_the_rank_that_failed_is_named(lost: str, tmp_path: Path) -> None:
+    """Not one that lost it and was quicker to say so; NCCL does in the first of several lines."""
+    cause = "torch.OutOfMemoryError: CUDA out of memory.\nTried to allocate 2 GiB"
+    failure = explain({0: failed(0, 1, lost, tmp_path), 1: failed(1, 2, cause, tmp_path)})
+    assert failure.rank == 1
+    assert failure.text.endswith("Tried to allocate 2 GiB" + "rank 1 failed with status 1; all other ranks were ended")
+    alone = explain({0: failed(0, 1, lost, tmp_path)})
+    assert "another rank left in the middle of the run, without an error of its own" in alone.text
+    assert "another rank left" not in explain({1: failed(1, 2, cause, tmp_path)}).text, "a line of code is no error"

@@ -22,7 +22,7 @@ import torch
 import yaml
 
 import lockstep
-from lockstep import START, YOLO
+from lockstep import START, YOLO, _settings_kept
 from models import families
 from tests.callback_runs import Failing
 from tests.common import PROJECT
@@ -675,3 +675,24 @@ def test_job_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match="is not the job that this process was started for"):
             read_job(folder)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["used before", "not used before"])
+def test_gpus_are_as_before(used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """L5: random numbers of GPUs and which of them is current; one that nobody uses is not looked at."""
+    gpus: dict[str, Any] = {"used": used, "current": int(used), "numbers": [10, 11]}
+
+    def look(name: str) -> Any:
+        assert gpus["used"], "to look at a GPU takes its memory"
+        return gpus[name]
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpus["used"])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: look("current"))
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(look("numbers")))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: gpus.update(current=device))
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: gpus.update(numbers=states))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: gpus.update(numbers=[seed] * 2))
+    seed = torch.initial_seed()
+    with _settings_kept():
+        gpus.update(used=True, current=1 - int(used), numbers=[0, 0])
+    assert gpus == {"used": True, "current": int(used), "numbers": [10, 11] if used else [seed] * 2}

@@ -6,8 +6,10 @@ import mmap
 import os
 import platform
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from utils import steps
 from utils.config import Hyp
-from utils.devices import memory_usage, parse_device, upload
+from utils.devices import memory_usage, parse_device, time_on, to_device, upload
 from utils.errors import UserError
 from utils.optim import build_optimizer
 from utils.seeds import rng_state, seed_everything, set_rng_state
@@ -116,8 +118,12 @@ def test_all_without_a_gpu() -> None:
         parse_device("all", cuda_count=0, has_mps=False)
 
 
-def test_devices_are_chosen_without_the_environment() -> None:
+def test_devices_are_chosen_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by the environment, nor by making one current, which stays so in the program that called (L5)."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: pytest.fail(f"{device} is current"))
+    assert rank_device("1", DistEnv()) == torch.device("cuda", 1)
     assert rank_device("cpu", DistEnv()) == CPU
     with pytest.raises(UserError, match=r"--device cpu,cpu names 2 devices, .* --nproc_per_node 2"):
         rank_device("cpu,cpu", DistEnv())
@@ -165,6 +171,58 @@ def test_devices_that_do_not_fit_the_ranks(flag: str, ranks: int, cuda_count: in
     env = DistEnv(0, 0, ranks, ranks, launched=True)
     with pytest.raises(UserError, match=rf" {numbers[0]} devices?, but the launcher started {numbers[1]} process"):
         assign_device(flag, env, cuda_count, has_mps=True)
+
+
+@pytest.mark.parametrize(
+    ("flag", "ranks", "cuda_count", "expected"),
+    [
+        *(("", 4, 1, "cuda:0"), ("auto", 4, 1, "cuda:0"), ("all", 4, 1, "cuda:0"), ("0", 4, 1, "cuda:0")),
+        *(("", 4, 4, "cuda:2"), ("cpu", 4, 1, "cpu"), ("", 4, 0, "cpu"), ("0,1,2,3", 4, 4, "cuda:2")),
+    ],
+)
+def test_tasks_that_see_one_gpu_each(flag: str, ranks: int, cuda_count: int, expected: str) -> None:
+    """``srun --gpus-per-task=1`` shows each task its own GPU, as number 0; so may ranks that are started by hand."""
+    env = DistEnv(2, 2, ranks, ranks, launched=True, own_devices=True)
+    assert str(assign_device(flag, env, cuda_count, has_mps=False)) == expected
+
+
+@pytest.mark.parametrize(("flag", "cuda_count"), [("cpu,cpu,cpu", 1), ("0", 4), ("0,1", 4), ("", 2)])
+def test_tasks_of_srun_may_be_wrong_too(flag: str, cuda_count: int) -> None:
+    env = DistEnv(2, 2, 4, 4, launched=True, own_devices=True)
+    with pytest.raises(UserError, match="but the launcher started 4 processes"):
+        assign_device(flag, env, cuda_count, has_mps=False)
+
+
+class Recorded(Tensor):
+    """Says how it was asked to go to a device, and stays."""
+
+    asked: ClassVar[list[tuple[str, bool]]] = []
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "Recorded":  # type: ignore[override]
+        self.asked.append((device.type, non_blocking))
+        return self
+
+    def pin_memory(self, device: object = None) -> "Recorded":
+        return self
+
+
+def test_copies_to_mps_are_waited_for() -> None:
+    """pytorch/pytorch#189690: PyTorch before 2.13 may read a source that is gone. CUDA copies from pinned memory."""
+    tensor, counts = (torch.ones(3, 1).as_subclass(Recorded) for _ in range(2))
+    Recorded.asked.clear()
+    for device in (torch.device("mps"), CPU, CUDA):
+        to_device(tensor, device)
+    for device in (torch.device("mps"), CPU):
+        upload(counts, device)
+    assert Recorded.asked == [("mps", False), ("cpu", False), ("cuda", True), ("mps", False), ("cpu", False)]
+
+
+def test_time_is_taken_when_a_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPS runs behind the host as CUDA does."""
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: waited.append(device.type))
+    assert time_on(CPU) < time_on(CUDA) < time_on(torch.device("mps")) < time.perf_counter()
+    assert waited == ["cuda", "mps"]
 
 
 def test_memory_usage() -> None:
@@ -228,7 +286,7 @@ def test_pages_are_owned_again_after_a_fork() -> None:
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (*LAUNCHER_VARIABLES, "GROUP_RANK", *SLURM):
+    for name in (*LAUNCHER_VARIABLES, "GROUP_RANK", "TORCHELASTIC_RUN_ID", *SLURM):
         monkeypatch.setenv(name, "")  # so that what dist_env sets is taken back as well
         monkeypatch.delenv(name)
     return monkeypatch
@@ -258,8 +316,11 @@ def test_world_of_one(no_launcher: pytest.MonkeyPatch) -> None:
 def test_launcher_environment(no_launcher: pytest.MonkeyPatch) -> None:
     set_all(no_launcher, LAUNCHER_VARIABLES, "3 1 4 2 host 29500")
     env = dist_env()
-    assert env == DistEnv(rank=3, local_rank=1, world_size=4, local_world_size=2, node_rank=1, launched=True)
+    place = {"rank": 3, "local_rank": 1, "world_size": 4, "local_world_size": 2, "node_rank": 1}
+    assert env == DistEnv(**place, launched=True, own_devices=True)
     assert not env.is_main_process
+    no_launcher.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert dist_env() == DistEnv(**place, launched=True)
     no_launcher.setenv("GROUP_RANK", "7")
     assert dist_env().node_rank == 7
     no_launcher.setenv("RANK", "4")
@@ -284,7 +345,8 @@ def test_place_in_a_slurm_step(no_launcher: pytest.MonkeyPatch) -> None:
     """Names and formats as SLURM documents them for srun (OUTPUT ENVIRONMENT VARIABLES)."""
     set_all(no_launcher, SLURM, "0 5 5 3 1 1 2(x2),1 gpu[07-09] 123456")
     env = dist_env()
-    assert env == DistEnv(rank=3, local_rank=1, world_size=5, local_world_size=2, node_rank=1, launched=True)
+    place = {"rank": 3, "local_rank": 1, "world_size": 5, "local_world_size": 2, "node_rank": 1}
+    assert env == DistEnv(**place, launched=True, own_devices=True)
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("gpu07", "23456")
     assert os.environ["RANK"] == "3"
 

@@ -4,7 +4,6 @@ import math
 import os
 import shutil
 import sys
-import time
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from utils.config import TrainConfig
 from utils.console import duration, switched_on
+from utils.devices import time_on
 from utils.errors import UserError
 from utils.heartbeat import Phase, alive, beat
 from utils.steps import BufferSnapshot, Precision
@@ -104,11 +104,9 @@ def compile_network(raw_model: nn.Module, images: Tensor, precision: Precision) 
 
 def _seconds_of_a_pass(raw_model: nn.Module, images: Tensor, precision: Precision) -> float:
     """Time a forward and backward pass; its gradients are dropped."""
-    start = time.perf_counter()
+    start = time_on(images.device)
     with precision.autocast(images.device.type):
         outputs = raw_model(images)
     sum(output.float().mean() for output in outputs).backward()
     raw_model.zero_grad(set_to_none=True)
-    if images.device.type == "cuda":
-        torch.cuda.synchronize(images.device)
-    return time.perf_counter() - start
+    return time_on(images.device) - start

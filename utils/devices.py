@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,11 +81,21 @@ def memory_usage(device: torch.device) -> float:
     return resident_pages * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
+def time_on(device: torch.device) -> float:
+    """Return the time at which a device has done what it was told so far; every mark costs a wait for it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on a device; the host does not wait for the copy."""
+    """Return a tensor of the CPU on a device; the host does not wait for the copy to a CUDA device.
+
+    To MPS it does: PyTorch before 2.13 may read what was freed meanwhile (pytorch/pytorch#189690).
+    """
     if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 @functools.cache
@@ -99,7 +110,7 @@ def upload(images: Tensor, device: torch.device) -> Tensor:
     device for the copy. In a stream of its own it begins at once.
     """
     if device.type != "cuda":
-        return images.to(device, non_blocking=True)
+        return images.to(device)
     computing, copying = torch.cuda.current_stream(device), _copies(device)
     with torch.cuda.stream(copying):
         moved = images.to(device, non_blocking=True)

@@ -1,6 +1,7 @@
 """Signals that ask a process to stop: where they end it at once, where they wait, and where Python would lose them."""
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from utils.errors import Stopped
 CTRL_C = "Ctrl-C"
 STARTED = "LOCKSTEP_STARTED"  # in a script's environment: when it or its launcher began, on the monotonic clock
 SAME_MOMENT = 2.0  # seconds in which SIGTERM comes twice where a scheduler and the launcher send it
+IN_C = 15.0  # seconds after SIGTERM in which a handler must have run, where a rank may wait in C for good
 PATIENCE = 60  # seconds that a loader process serves on after SIGTERM: as long as the launcher waits for a run to save
 BEGAN = time.monotonic()  # of this process, about
 # SIGINT is that, SIGTERM a scheduler's or the launcher's, SIGUSR1 SLURM's notice of the end, SIGHUP a lost terminal.
@@ -34,15 +36,21 @@ def _handled(handler: "signal._HANDLER", signals: Sequence[int]) -> Iterator[Non
         return
     before = {number: signal.getsignal(number) for number in signals}
     before = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        _heard.set()
+        handler(number, frame)  # type: ignore[operator, misc]
+
     try:
         for number in before:
-            signal.signal(number, handler)
+            signal.signal(number, heard if callable(handler) else handler)
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, signal.SIG_IGN if _leaving else old)
 
 
+_heard = threading.Event()  # a handler has run
 _leaving: list[str] = []  # what a process that is on its way out was asked by
 
 
@@ -75,6 +83,43 @@ def stops_need_no_python() -> contextlib.AbstractContextManager[None]:
     Nothing that is begun then is cleaned up.
     """
     return _handled(signal.SIG_DFL, STOP_SIGNALS)
+
+
+@contextlib.contextmanager
+def stops_reach_c() -> Iterator[None]:
+    """Context in which SIGTERM ends this process, with status 1, if no handler runs although there is one.
+
+    A rank whose GPU waits for a rank that is gone stays in C (NVIDIA/nccl#585), where no handler of Python's runs,
+    until the launcher kills it. A stop that was heard is left to its handler. Main thread only, else nothing.
+    """
+    if not in_main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)  # Python asks for that
+
+    def watch() -> None:
+        with open(reader, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if number[0] == signal.SIGTERM and not _heard.wait(IN_C):
+                    os._exit(1)
+
+    _heard.clear()
+    _not_in_children()
+    threading.Thread(target=watch, name="signals", daemon=True).start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
+@functools.cache
+def _not_in_children() -> None:
+    """Keep signals of processes that are forked from here on from being told to this one."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 class StopRequest:

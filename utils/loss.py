@@ -222,8 +222,8 @@ class DetectionLoss:
             (3,) [box, objectness, class] losses; a term without any match is zero. Their sum times the global batch is
             the loss to descend on; over N ranks also times N, since DDP averages gradients.
         """
-        gains = self.gains.to(sums.device, non_blocking=True)
-        return (gains * sums / counts.to(sums.device, non_blocking=True).clamp(min=1)).sum(1)
+        gains = self.gains.to(sums.device, non_blocking=sums.is_cuda)
+        return (gains * sums / counts.to(sums.device, non_blocking=sums.is_cuda).clamp(min=1)).sum(1)
 
 
 def _full_precision(tensor: Tensor) -> Tensor:

@@ -234,6 +234,8 @@ def average_buffers(buffers: Sequence[Tensor], env: DistEnv) -> None:
     For runs without SyncBN, whose running statistics drift apart: before validation and before they are saved.
     Collective: every rank must call it, with buffers of the same shapes in the same order.
     """
+    if env.world_size == 1:  # which may be on MPS, without fp64
+        return
     floating = [buffer for buffer in buffers if buffer.is_floating_point()]
     for dtype in sorted({buffer.dtype for buffer in floating}, key=str):
         group = [buffer for buffer in floating if buffer.dtype == dtype]

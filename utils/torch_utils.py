@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ from utils.checkpoint_files import check_finite, load_checkpoint, previous_path,
 from utils.devices import as_typed, parse_device
 from utils.errors import ENDS, DivergedError, LostPeerError, Problems, UserError
 from utils.heartbeat import begun, collective, waiting
-from utils.interrupts import stops_need_no_python
+from utils.interrupts import stops_need_no_python, stops_reach_c
 from utils.logging import get_logger
 from utils.network import interface_towards, ipv4_addresses
 from utils.slurm import SlurmPlace, check_launched_once, slurm_place
@@ -41,7 +41,7 @@ M = TypeVar("M", bound=nn.Module)
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 JOIN_TIMEOUT = 900  # seconds for all ranks to connect to the first one, as torchrun has them for its machines
 WAIT_LINE = 10  # seconds between lines of a rank that waits for that
-MEET_TIMEOUT, HINT_AFTER = 300, 60  # seconds: for the first meeting of all ranks, which are connected by then
+MEET_TIMEOUT, HINT_AFTER = 300, 60  # seconds: for all ranks at the meeting point; for the GPUs' first exchange
 ROLL_CALL = 2.0  # seconds in which ranks say that they are there, once others have waited in vain
 TIMED_OUT = ("Timed out waiting", "Application timeout caused pair closure")  # Gloo's words
 LOST = (*TIMED_OUT, "Connection closed by peer", "Connection reset by peer", "Broken pipe")  # Gloo's as well
@@ -59,6 +59,8 @@ class DistEnv:
         node_rank: index of this machine.
         device: what this process computes on.
         launched: whether a launcher (torchrun, srun) started this process.
+        own_devices: whether each process may see devices of its own, as with ``srun --gpus-per-task=1``; those of
+            torchrun see the same ones.
     """
 
     rank: int = 0
@@ -68,6 +70,7 @@ class DistEnv:
     node_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     launched: bool = False
+    own_devices: bool = False
 
     @property
     def is_main_process(self) -> bool:
@@ -89,13 +92,14 @@ def dist_env() -> DistEnv:
     """
     values = {name: os.environ.get(name, "") for name in LAUNCHER_VARIABLES}
     if not any(values[name] for name in LAUNCHER_VARIABLES[:3]):
-        place = slurm_place(os.environ)
-        if place is None:
+        task = slurm_place(os.environ)
+        if task is None:
             return ALONE
-        values = {name: str(value) for name, value in zip(LAUNCHER_VARIABLES, place_values(place), strict=True)}
+        values = {name: str(value) for name, value in zip(LAUNCHER_VARIABLES, place_values(task), strict=True)}
         values |= {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
-        os.environ.update(values, GROUP_RANK=str(place.node_rank))
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        os.environ.update(values, GROUP_RANK=str(task.node_rank))
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if by_torchrun:
         check_launched_once(os.environ)
     missing = [name for name, value in values.items() if not value]
     if missing:
@@ -115,7 +119,8 @@ def dist_env() -> DistEnv:
             f"RANK={rank} LOCAL_RANK={local_rank} do not fit WORLD_SIZE={world_size} "
             f"LOCAL_WORLD_SIZE={local_world_size}; start the run with torchrun, or unset these variables"
         )
-    return DistEnv(rank, local_rank, world_size, local_world_size, node_rank, launched=True)
+    place = rank, local_rank, world_size, local_world_size, node_rank
+    return DistEnv(*place, launched=True, own_devices=not by_torchrun)
 
 
 def place_values(place: SlurmPlace) -> tuple[int | str, ...]:
@@ -126,23 +131,20 @@ def place_values(place: SlurmPlace) -> tuple[int | str, ...]:
 
 
 def rank_device(flag: str | int | Sequence[str | int], env: DistEnv) -> torch.device:
-    """Return the device of this rank and make it the current one; see `assign_device`. Other GPUs are not touched."""
-    device = assign_device(flag, env, torch.cuda.device_count(), torch.backends.mps.is_available())
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+    """Return the device of this rank; see `assign_device`. No GPU is touched."""
+    return assign_device(flag, env, torch.cuda.device_count(), torch.backends.mps.is_available())
 
 
 def assign_device(flag: str | int | Sequence[str | int], env: DistEnv, cuda_count: int, has_mps: bool) -> torch.device:
     """Return the device of one rank.
 
     A launcher's list says which device each local rank takes, and "cpu" puts all of them on the CPU; without a flag
-    rank r of a machine takes its GPU r.
+    rank r of a machine takes its GPU r. A rank that may see devices of its own, and sees one GPU, takes that.
 
     Args:
         flag: see `parse_device`.
         env: this rank's place.
-        cuda_count: CUDA devices of this machine.
+        cuda_count: CUDA devices that this process sees.
         has_mps: whether Apple's GPU can be used.
 
     Raises:
@@ -158,7 +160,8 @@ def assign_device(flag: str | int | Sequence[str | int], env: DistEnv, cuda_coun
             f"--device {typed} names {len(devices)} devices, which need a process each: start them with "
             f"python -m torch.distributed.run --nproc_per_node {len(devices)} in place of python, or name one device"
         )
-    if devices == [torch.device("cpu")]:
+    own_gpu = env.own_devices and cuda_count == 1 and devices == [torch.device("cuda", 0)]
+    if devices == [torch.device("cpu")] or own_gpu:
         return devices[0]
     if len(devices) != ranks and not (automatic and len(devices) > ranks):
         given = "this machine has" if automatic else f"--device {typed} names"
@@ -192,14 +195,20 @@ def process_group(
     """
     env = dist_env() if env is None else env
     env = replace(env, device=rank_device(device_flag, env))
+    if env.device.type == "cuda":
+        torch.cuda.set_device(env.device)
     get_logger(env.rank)
     if env.world_size == 1:
         yield env
         return
-    _connect(env, timedelta(seconds=timeout))
+    _disconnect()  # from what an exception has left
+    done = False
     try:
-        yield env
-        barrier(env)  # whoever leaves first would take the meeting point along
+        _connect(env, timedelta(seconds=timeout))
+        with stops_reach_c() if backend(env) == "NCCL" else nullcontext():
+            yield env
+            barrier(env)  # whoever leaves first would take the meeting point along
+        done = True
     except ENDS:  # said by us, whatever the words
         raise
     except RuntimeError as error:
@@ -207,11 +216,24 @@ def process_group(
             raise
         raise LostPeerError(_loss(str(error), env, timeout)) from error
     finally:
-        _machine_group.clear()
-        _board.clear()
-        _nodes.clear()
-        gc.collect()  # a network in a cycle of references would keep the group, and Gloo's threads, beyond its end
-        dist.destroy_process_group()
+        _disconnect(failed=not done)
+
+
+def _disconnect(failed: bool = False) -> None:
+    """Leave the process group, if there is one of ours.
+
+    Args:
+        failed: whether this rank leaves by an exception. NCCL's way out waits for the other ranks of the machine
+            (pytorch/pytorch#180611), which may be waiting for this one, so that then it is the end of the process that
+            ends the group, or the next one.
+    """
+    if not _board or (failed and "nccl" in dist.get_backend_config()):
+        return
+    _machine_group.clear()
+    _board.clear()
+    _nodes.clear()
+    gc.collect()  # a network in a cycle of references would keep the group, and Gloo's threads, beyond its end
+    dist.destroy_process_group()
 
 
 _groups = itertools.count()  # numbers the process groups of this process
@@ -245,7 +267,7 @@ def _connect(env: DistEnv, timeout: timedelta) -> None:
             name = "cpu:gloo,cuda:nccl" if on_nccl else "gloo"
             dist.init_process_group(name, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
             _board.append(store)
-            dist.monitored_barrier(timeout=timedelta(seconds=MEET_TIMEOUT))  # names the ranks that do not come
+            _await_all("joined", store, env)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UserError(
@@ -277,10 +299,15 @@ def _meet(env: DistEnv, timeout: timedelta) -> dist.Store:
         meeting_point = next(rendezvous("env://", timeout=min(timeout, timedelta(seconds=JOIN_TIMEOUT))))[0]
         # A launcher keeps its store: under the same names a second group would find the addresses of the first one.
         store = dist.PrefixStore(f"group {next(_groups)}", meeting_point)
-        store.set(f"started {env.rank}", "")  # ranks may start further apart than --dist-timeout
-        store.wait([f"started {rank}" for rank in range(env.world_size)], timedelta(seconds=MEET_TIMEOUT))
+        _await_all("started", store, env)  # ranks may start further apart than --dist-timeout
     meeting_point.set_timeout(timeout)
     return store
+
+
+def _await_all(what: str, store: dist.Store, env: DistEnv) -> None:
+    """Say at the meeting point that this rank has done something, and wait for all; an error names who has not."""
+    store.set(f"{what} {env.rank}", "")
+    store.wait([f"{what} {rank}" for rank in range(env.world_size)], timedelta(seconds=MEET_TIMEOUT))
 
 
 @contextmanager

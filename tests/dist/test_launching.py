@@ -151,6 +151,18 @@ def test_backend_and_timeout(trained: Trained) -> None:
         ] * 2
 
 
+def test_a_group_of_nccl() -> None:
+    """pytorch/pytorch#189070, #180611: how ranks meet in one, and how one leaves that has failed.
+
+    PyTorch before 2.14 refuses a monitored barrier there. NCCL leaves when all ranks of the machine do, and these may
+    be waiting for the one that failed.
+    """
+    done = torchrun(["-m", "tests.dist.like_nccl"], 2, port=free_port(), timeout=LIMIT)
+    assert done.returncode == 1
+    assert "LookupError: of one rank\n" in done.stderr
+    assert "waited in vain" not in done.stdout
+
+
 def test_the_interface_that_was_named(trained: Trained) -> None:
     """L3: GLOO_SOCKET_IFNAME wins, and stays; one that is not there is named. What we set ourselves is taken back."""
     for seen in trained.seen["no_such_interface"]:

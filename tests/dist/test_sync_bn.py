@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist.launch import free_port, torchrun
 from tests.dist.sync_bn_worker import LAYERS, network
-from utils.sync_bn import convert_sync_bn
-from utils.torch_utils import DistEnv
+from utils.sync_bn import average_statistics, convert_sync_bn
+from utils.torch_utils import ALONE, DistEnv
 
 # Largest errors of outputs, of their gradients, and of what is in float32 at least: sums and statistics.
 TOLERANCES = {
@@ -117,3 +118,22 @@ def test_cuda_has_its_own() -> None:
     assert [type(norm) for norm in norms] == [nn.SyncBatchNorm] * 3
     new_state = converted.state_dict(keep_vars=True)
     assert list(new_state) == list(state) and all(new_state[key] is state[key] for key in state)
+
+
+class NoDouble(TorchDispatchMode):
+    """PyTorch on MPS: there is no float64."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        assert not (isinstance(made, torch.Tensor) and made.dtype == torch.float64), "MPS has no float64"
+        return made
+
+
+def test_one_rank_averages_nothing() -> None:
+    """It may be on MPS, where the double precision that several ranks average in is a TypeError."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    with NoDouble():
+        model(torch.rand(2, 3, 8, 8))
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        average_statistics(model, ALONE)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
