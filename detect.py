@@ -38,7 +38,7 @@ from models.detector import Detector, build_detector
 from models.families import load_model
 from utils.detection_files import DetectionFiles, annotate
 from utils.devices import check_half
-from utils.errors import Problems, UserError, run_script
+from utils.errors import Problems, UserError, run_cli
 from utils.logging import get_logger
 from utils.preflight import check_run_folder
 from utils.run_folder import create_run_dir
@@ -231,4 +231,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_cli(main)

@@ -53,7 +53,7 @@ from utils.data_parallel import accumulating, replica_devices, replicate, wrap
 from utils.data_report import NOTHING_FOUND, REPLACED, UnreadableImages, write_report
 from utils.dataloaders import Batch, TrainLoader, ValLoader, choose_num_workers, resize_batch, train_loader, val_loader
 from utils.devices import to_device, upload
-from utils.errors import DivergedError, NotWrittenError, run_script
+from utils.errors import DivergedError, NotWrittenError, run_cli
 from utils.flags import given_flags
 from utils.header import header, remedies
 from utils.heartbeat import Phase, beat
@@ -109,7 +109,6 @@ from utils.torch_utils import (
     is_posted,
     load_checkpoint,
     once,
-    own_pages,
     post,
     process_group,
     start_all_reduce_sum,
@@ -176,7 +175,6 @@ def carry_out(run: Run, resumed: bool) -> Results:
         step_done = stack.enter_context(profiling(config.profile, env, run.run_dir, batches_left))
         stack.enter_context(run.stop.heeded())
         while run.state.epoch < config.epochs and not run.state.stopped:
-            own_memory(run)
             with pace.epoch():
                 losses = train_epoch(run, train_batches, clock, step_done)
             say_unreadable(run, train_batches.take_unreadable())
@@ -598,14 +596,6 @@ def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, Va
     return train_batches, val_batches
 
 
-def own_memory(run: Run) -> None:
-    """Take back what loader processes that were forked meanwhile share of the network's state; see `own_pages`."""
-    if run.env.device.type == "cpu":
-        state = [*run.raw_model.state_dict().values(), *run.ema.module.state_dict().values()]
-        state += [value for values in run.optimizer.state.values() for value in values.values()]
-        own_pages([value for value in state if isinstance(value, torch.Tensor) and value.is_floating_point()])
-
-
 def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
     """Strip the best weights, measure them, and say where everything is. Collective: every rank must call it."""
     beat(Phase.END)
@@ -720,4 +710,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault(STARTED, str(BEGAN))
-    run_script(as_worker(main))
+    run_cli(as_worker(main))

@@ -39,7 +39,7 @@ from utils.data_report import NOTHING_FOUND, UnreadableImages, write_report
 from utils.dataloaders import Batch, ValLoader, choose_num_workers, val_loader
 from utils.dataset import LabelIndex
 from utils.devices import time_on, upload
-from utils.errors import run_script
+from utils.errors import run_cli
 from utils.heartbeat import Phase, beat, beating
 from utils.image_cache import ImageCache
 from utils.inputs import read_val_inputs
@@ -364,4 +364,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_script(as_worker(main))
+    run_cli(as_worker(main))

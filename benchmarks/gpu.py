@@ -29,7 +29,7 @@ import val
 from benchmarks.measuring import Row, format_rows, ratios, take_turns, write_rows
 from benchmarks.optimizer import average_one_by_one, step_one_by_one
 from benchmarks.train_step import MANY_EPOCHS, WARMED_UP, BareSteps, Repeated, loop_epochs
-from models.yolo import count_flops
+from models.costs import count_flops
 from utils.boxes import non_max_suppression
 from utils.data_config import build_train_config
 from utils.dataloaders import PREFETCH_BATCHES, Batch, choose_num_workers

@@ -2,7 +2,7 @@
 
 import torch
 
-from models.shapes import Costs, Map, follow
+from models.costs import saved_bytes
 from models.yolo import DetectionModel
 from utils.errors import UserError
 from utils.image_cache import free_memory
@@ -28,17 +28,6 @@ def check_batch(raw_model: DetectionModel, batch: int, imgsz: int, precision: Pr
         _check_estimate(raw_model, batch, imgsz, precision)
     elif device.type == "cuda":
         _probe(raw_model, batch, imgsz, precision, device)
-
-
-def saved_bytes(raw_model: DetectionModel, imgsz: int) -> int:
-    """Bytes per image that a forward pass in fp32 keeps for the backward pass. Nothing is computed.
-
-    Each storage counts once, weights don't. The true need is higher: the loss, gradients of activations and buffers of
-    the kernels come on top.
-    """
-    costs = Costs()
-    follow(raw_model, Map((1, raw_model.channels, imgsz, imgsz), costs))
-    return sum(costs.kept.values())
 
 
 def _check_estimate(raw_model: DetectionModel, batch: int, imgsz: int, precision: Precision) -> None:

@@ -1,7 +1,7 @@
 """Model YAML -> modules.
 
-A model YAML lists rows ``[from, repeats, module, arguments]``. Each row is followed once, shapes without numbers, as
-soon as it is read, so that a mistake is reported with the row where it was made.
+A model YAML lists rows ``[from, repeats, module, arguments]``. Each row is run once as soon as it is read, on
+PyTorch's meta device (shapes without numbers), so that a mistake is reported with the row where it was made.
 
 Shape letters: L levels of the head, A anchors of a level, C classes.
 """
@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models.common import C3, SPP, SPPF, Bottleneck, Concat, Conv
 from models.head import Detect
-from models.shapes import Costs, Map, follow
 from utils.errors import UserError
 
 PROBE_SIDE = 256
@@ -126,8 +125,8 @@ def parse_model(spec: Mapping[str, Any], num_classes: int) -> Network:
         UserError: names the key or the row, and what is wrong with it.
     """
     check_keys(spec)
-    maps = {-1: Map((1, CHANNELS, PROBE_SIDE, PROBE_SIDE), Costs())}
-    rows: list[tuple[Row, list[Map]]] = []
+    maps = {-1: torch.empty(1, CHANNELS, PROBE_SIDE, PROBE_SIDE, device="meta")}
+    rows: list[tuple[Row, list[Tensor]]] = []
     parameters, total = 0, len(spec["backbone"]) + len(spec["head"])
     if total > MOST_ROWS:
         raise UserError(f"model YAML: {total} rows, more than {MOST_ROWS}")
@@ -326,7 +325,7 @@ def _resolve(where: str, source: Any, index: int, kind: Kind) -> tuple[int, ...]
     return tuple(one if one >= 0 else index + one for one in given)
 
 
-def _build(row: Row, inputs: Sequence[Map]) -> nn.Module:
+def _build(row: Row, inputs: Sequence[Tensor]) -> nn.Module:
     """Make a row's module; `inputs` are the maps it reads."""
     if row.kind.build is Detect:
         return _build_head(row, inputs)
@@ -344,7 +343,7 @@ def _build(row: Row, inputs: Sequence[Map]) -> nn.Module:
     return stack[0] if len(stack) == 1 else nn.Sequential(*stack)
 
 
-def _build_head(row: Row, inputs: Sequence[Map]) -> Detect:
+def _build_head(row: Row, inputs: Sequence[Tensor]) -> Detect:
     """Make the head; strides come from the sizes of the maps, and anchors follow the order of the strides."""
     num_classes, anchors = row.args
     _check_anchors(anchors)
@@ -386,10 +385,11 @@ def _area(sizes: Sequence[float]) -> float:
     return sum(width * height for width, height in zip(sizes[::2], sizes[1::2], strict=True))
 
 
-def _probe(row: Row, layer: nn.Module, inputs: Sequence[Map]) -> Any:
+def _probe(row: Row, layer: nn.Module, inputs: Sequence[Tensor]) -> Any:
     """Return the map that a row makes, or the outputs of the head."""
     try:
-        return follow(layer, list(inputs) if row.kind.joins else inputs[0])
+        with torch.no_grad():
+            return layer.eval()(list(inputs) if row.kind.joins else inputs[0])
     except (TypeError, ValueError, RuntimeError, IndexError, ArithmeticError) as error:
         raise _cannot_be_built(row, error) from error
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from models.head import Detect
 from models.parser import CHANNELS, parse_model
-from models.shapes import Costs, Map, follow
 from utils.errors import UserError
 
 
@@ -105,16 +104,6 @@ def _read_later(sources: Sequence[int | tuple[int, ...]]) -> frozenset[int]:
     """Return the rows whose maps are read by a row that is not the next one."""
     reads = [(index, (one,) if isinstance(one, int) else one) for index, one in enumerate(sources)]
     return frozenset(source for index, read in reads for source in read if source != index - 1)
-
-
-def count_flops(model: DetectionModel, imgsz: int) -> int:
-    """Count the operations of one forward pass of one square image: 2 x multiply-adds of convolutions and products.
-
-    Nothing is computed, and the model is left as it is.
-    """
-    costs = Costs()
-    follow(model, Map((1, model.channels, imgsz, imgsz), costs))
-    return costs.flops
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import yaml
 from torch import Tensor, nn
 
 from models.common import SPP, SPPF, Concat
+from models.costs import count_flops
 from models.families import YOLOV3, YOLOV5, family_of
-from models.yolo import DetectionModel, count_flops, load_state
+from models.yolo import DetectionModel, load_state
 from tests.common import PROJECT, SHARED, golden, needs_shared
 from utils.boxes import non_max_suppression, scale_boxes
 from utils.config import Hyp

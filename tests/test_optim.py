@@ -107,24 +107,6 @@ def test_steps_equal_the_textbook(name: str) -> None:
     assert torch.allclose(net.weight.double(), p, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
-def test_a_step_copies_no_gradient(name: str) -> None:
-    """Nor does it write clipped gradients before it steps with them: it walks through each tensor once."""
-    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 8, 1)).to(
-        memory_format=torch.channels_last
-    )
-    optimizer = build_optimizer(net, name, Hyp(), split_global_batch(16, 1, 64))
-    parameters = list(net.parameters())
-    for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, 100.0)
-    guarded_step(optimizer, parameters, 10.0, OFF)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        guarded_step(optimizer, parameters, 10.0, OFF)
-    kernels = {event.key for event in profile.key_averages()}
-    assert f"aten::_fused_{name.lower()}_" in kernels
-    assert not kernels & {"aten::contiguous", "aten::clone", "aten::_foreach_mul_"}
-
-
 def test_state_of_another_memory_format() -> None:
     """Fused steps walk through memory: a momentum saved as NCHW must be laid out anew for an NHWC model."""
     plan, hyp = split_global_batch(64, 1, 64), Hyp()

@@ -7,7 +7,7 @@ import os
 import platform
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -41,7 +41,6 @@ from utils.torch_utils import (
     load_checkpoint,
     once,
     once_per_machine,
-    own_pages,
     process_group,
     rank_device,
     save_checkpoint,
@@ -252,33 +251,6 @@ def test_images_arrive_whole(device: torch.device) -> None:
             busy = (busy @ busy).clamp(0, 1)
         sums.append(images.sum() + 0 * busy.sum().long())
     assert torch.stack(sums).tolist() == [value * 4 * 3 * 320 * 320 for value in range(20)]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that are forked")
-def test_pages_are_owned_again_after_a_fork() -> None:
-    """Written once, in one thread, and bit by bit as they were: later writes copy no page any more."""
-    resource = pytest.importorskip("resource")
-
-    def faults(of: Callable[[], object]) -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        of()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    tensors = [torch.randn(5_000_000), torch.tensor([-0.0, math.nan, math.inf, 1e-42]).view(1, 1, 2, 2)]
-    before, threads = [tensor.clone() for tensor in tensors], torch.get_num_threads()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(writer)
-        os.read(reader, 1)  # until the parent is done
-        os._exit(0)
-    own_pages(tensors)
-    assert faults(lambda: tensors[0].mul_(1.0)) < 100
-    os.close(writer)
-    os.close(reader)
-    os.waitpid(child, 0)
-    assert torch.get_num_threads() == threads
-    assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(tensors, before, strict=True))
 
 
 # ranks ----------------------------------------------------------------------------------------------------------------

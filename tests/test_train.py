@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import train
-from models.families import YOLOV5
 from models.yolo import DetectionModel
 from tests.common import PROJECT
 from tests.runs import (
@@ -34,14 +33,14 @@ from tests.runs import (
     train_here,
 )
 from utils.checkpoint_files import non_finite
-from utils.config import TrainConfig, find_yaml, load_yaml
+from utils.config import TrainConfig
 from utils.console import RunClock
 from utils.data_config import build_train_config
 from utils.errors import NO_PROGRESS, DivergedError, NotWrittenError, UserError, ended_by
 from utils.flags import given_flags
 from utils.resume import RESUMABLE_FLAGS, STATE_KEYS
 from utils.run_events import train_start
-from utils.torch_utils import StateView, load_checkpoint, process_group, save_checkpoint
+from utils.torch_utils import load_checkpoint, process_group, save_checkpoint
 
 FIGURES = ["metrics/precision", "metrics/recall", "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"]
 
@@ -349,19 +348,6 @@ def test_resume_from_a_newer_program(stopped: Path) -> None:
 
 def test_what_a_resume_needs_is_what_is_saved(whole: Finished) -> None:
     assert STATE_KEYS | {"run_dir"} == whole.last.keys()
-
-
-@pytest.mark.parametrize("cfg", ["yolov5n", "yolov5n6", "yolov3-tiny"])
-def test_state_view_is_the_state_dict(cfg: str) -> None:
-    """Names, their order, and the very tensors, also after one was replaced."""
-    model = YOLOV5.build(load_yaml(find_yaml(cfg, "model")), 2, ["a", "b"])
-    view = StateView(model)
-    assert list(view.tensors()) == list(model.state_dict())
-    norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
-    norm.running_var = torch.ones_like(norm.running_var) * 2  # type: ignore[arg-type]
-    found, expected = view.tensors(), model.state_dict()
-    assert list(found) == list(expected)
-    assert [tensor.data_ptr() for tensor in found.values()] == [tensor.data_ptr() for tensor in expected.values()]
 
 
 def test_a_finished_run_is_not_resumed(whole: Finished, tmp_path: Path) -> None:

@@ -4,18 +4,15 @@ Shape letters: B images in a batch, A predictions per image, C classes, K kept d
 Formats: ``xyxy`` corners, ``cxcywh`` center and size. All functions return new arrays.
 """
 
-import contextlib
-import functools
-import importlib.util
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torchvision.ops import nms
 
 Boxes = TypeVar("Boxes", Tensor, npt.NDArray[Any])
 
@@ -197,22 +194,6 @@ def _true_places(mask: Tensor) -> Tensor:
     return mask.nonzero().squeeze(1)
 
 
-@functools.cache
-def _nms_kernel() -> Callable[[Tensor, Tensor, float], Tensor]:
-    """Return ``torchvision.ops.nms``, from torchvision's library alone where that can be found and loaded.
-
-    Its package imports PyTorch's compiler for another operator, which takes as long as all of torch.
-    """
-    places = importlib.util.find_spec("torchvision")
-    for folder in (places.submodule_search_locations or ()) if places else ():
-        for library in sorted(Path(folder).glob("_C*")):
-            with contextlib.suppress(OSError):
-                torch.ops.load_library(library)
-    if not hasattr(torch.ops.torchvision, "nms"):
-        import torchvision.ops  # noqa: F401
-    return torch.ops.torchvision.nms
-
-
 def _nms(candidates: Tensor, iou_thres: float, agnostic: bool, max_det: int) -> Tensor:
     """Greedy NMS of candidates (N, 6) [xyxy, conf, class], best first; returns (K,) kept rows, ``max_det`` at most.
 
@@ -231,7 +212,7 @@ def _nms(candidates: Tensor, iou_thres: float, agnostic: bool, max_det: int) -> 
     kept, start, end = torch.arange(0, device=boxes.device), 0, 2 * max_det
     while len(kept) < max_det and start < len(boxes):
         rows = torch.cat([kept, torch.arange(start, min(end, len(boxes)), device=boxes.device)])
-        kept = rows[_nms_kernel()(boxes[rows], scores[rows], iou_thres)]
+        kept = rows[nms(boxes[rows], scores[rows], iou_thres)]
         start, end = end, 4 * end
     return kept[:max_det]
 

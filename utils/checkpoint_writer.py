@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from utils.checkpoint_files import NonFiniteError, check_finite, write_checkpoint
@@ -14,8 +13,6 @@ from utils.errors import NotWrittenError
 from utils.heartbeat import Phase, beat, beating
 from utils.logging import get_logger
 
-ONE_THREAD = 1 << 15  # values; torch shares more than that out among threads (at::internal::GRAIN_SIZE)
-ON_DEVICE = 1 << 24  # values of a part on a device: 64 MiB of float32
 PATIENCE = 600  # seconds for which a write is slow rather than stuck
 
 
@@ -56,8 +53,6 @@ class CheckpointWriter:
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         self.failed, self._check = False, check
-        self._copy: dict[str, Any] = {}
-        self._copies = StateCopies()
         self._owed: tuple[dict[str, Any], Outcome] | None = None  # best weights that the disk did not take, as best.pt
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint writer")  # to start one for each write takes longer
         self._writing: futures.Future[None] | None = None
@@ -75,10 +70,7 @@ class CheckpointWriter:
             TypeError: the write before met something that is no plain value.
         """
         self.wait()
-        if self._owed is not None and self._owed[0] is self._copy:
-            self._copies.keep()
-        self._copy = self._copies.take(state)
-        self._writing = self._thread.submit(self._work, self._copy, goal, best)
+        self._writing = self._thread.submit(self._work, copy_state(state), goal, best)
 
     def _work(self, state: dict[str, Any], goal: Outcome, best: Path) -> None:
         self.failed, finite = True, False  # until it is known better
@@ -150,113 +142,20 @@ class CheckpointWriter:
         self._thread.shutdown()
 
 
-class StateCopies:
-    """Copies of a state on the CPU, each in the memory of the one before.
-
-    A state has hundreds of small tensors, and to copy them one by one takes longer than to move their bytes. Those of a
-    run are the same ones from save to save, so their copies lie side by side and are filled by one call.
-    """
-
-    def __init__(self) -> None:
-        self._block = _Block([])
-        # Tensors that are not in the block, with their copies; by id, which is theirs while they are held here.
-        self._others: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def take(self, state: Any) -> Any:
-        """Copy nested dicts, lists and tuples and the tensors in them; the copy before is overwritten.
-
-        A tensor that stands in a state twice is one tensor in its copy, too.
-        """
-        before, self._others = self._others, {}
-        copied = self._copied(state)
-        self._block.fill()
-        first = not self._block.sources
-        steady = [
-            tensor for name, (tensor, _) in self._others.items() if _is_dense(tensor) and (first or name in before)
-        ]
-        if steady:
-            self._block = _Block(self._block.sources + steady)
-        return copied
-
-    def keep(self) -> None:
-        """Leave the copy that was taken last alone from here on; the next one gets new memory."""
-        self._block = _Block(self._block.sources)
-
-    def _copied(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            name = id(value)
-            copy = self._block.copies.get(name)
-            if copy is None:
-                _, copy = self._others.setdefault(name, (value, value.detach().to("cpu", copy=True)))
-            return copy
-        if isinstance(value, (dict, Mapping)):  # the first is much faster to ask for
-            return {key: self._copied(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            items = [self._copied(item) for item in value]
-            return items if isinstance(value, list) else tuple(items)
-        return value
-
-
-class _Block:
-    """Copies of some tensors, side by side in memory.
+def copy_state(value: Any, copies: dict[int, Tensor] | None = None) -> Any:
+    """Copy nested dicts, lists and tuples and the tensors in them to the CPU.
 
     Args:
-        sources: dense ones; each is copied as it lies in memory.
-
-    Attributes:
-        copies: of the sources, on the CPU, by the id of the source; each in a storage of its own, as files are to have.
+        value: a state.
+        copies: of the tensors so far, by id: a tensor that stands in a state twice is one tensor in its copy, too.
     """
-
-    def __init__(self, sources: list[Tensor]) -> None:
-        self.sources = sources
-        self.copies: dict[int, Tensor] = {}
-        self._parts: list[tuple[list[Tensor], Tensor]] = []  # sources of one kind, and all their copies in one piece
-        self._places: list[int] = []
-        for alike in _alike(sources):
-            dtype = alike[0].dtype
-            whole = torch.empty(sum(source.numel() for source in alike), dtype=dtype)
-            memory, at = whole.view(torch.uint8).numpy(), 0
-            for source in alike:
-                place = torch.from_numpy(memory[at : at + source.nbytes]).view(dtype)
-                self.copies[id(source)] = place.as_strided(source.size(), source.stride())
-                at += source.nbytes
-            self._parts.append((alike, whole))
-        self._look()
-
-    def _look(self) -> None:
-        """Note where the sources are."""
-        self._places = [source.data_ptr() for source in self.sources]
-        self._flat = [
-            [source.detach().as_strided((source.numel(),), (1,)) for source in alike] for alike, _ in self._parts
-        ]
-
-    def fill(self) -> None:
-        """Copy what the sources hold now."""
-        if [source.data_ptr() for source in self.sources] != self._places:
-            self._look()  # one was given other memory
-        with torch.no_grad():
-            for flat, (_, whole) in zip(self._flat, self._parts, strict=True):
-                if len(flat) > 1 and flat[0].device.type == "cpu":
-                    torch.cat(flat, out=whole)
-                else:
-                    whole.copy_(torch.cat(flat) if len(flat) > 1 else flat[0])
-
-
-def _alike(sources: list[Tensor]) -> list[list[Tensor]]:
-    """Divide tensors into parts of one device and dtype, in which order does not matter.
-
-    On the CPU large ones stay by themselves, and small ones come together for as long as torch joins them in one
-    thread, which takes a tenth of the time per tensor. On a device a part is joined there first, and needs its memory.
-    """
-    parts: dict[tuple[torch.device, torch.dtype], list[list[Tensor]]] = {}
-    for source in sorted(sources, key=lambda tensor: tensor.numel()):
-        of_kind = parts.setdefault((source.device, source.dtype), [[]])
-        together = sum(tensor.numel() for tensor in of_kind[-1]) + source.numel()
-        if of_kind[-1] and together >= (ONE_THREAD if source.device.type == "cpu" else ON_DEVICE):
-            of_kind.append([])
-        of_kind[-1].append(source)
-    return [part for of_kind in parts.values() for part in of_kind if part]
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+    copies = {} if copies is None else copies
+    if isinstance(value, Tensor):
+        if id(value) not in copies:
+            copies[id(value)] = value.detach().to("cpu", copy=True)
+        return copies[id(value)]
+    if isinstance(value, Mapping):
+        return {key: copy_state(item, copies) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copy_state(item, copies) for item in value)
+    return value

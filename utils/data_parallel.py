@@ -1,13 +1,8 @@
 """A network in several copies: one in each rank, whose gradients are averaged once in a window, or in one process."""
 
-import importlib
-import inspect
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,49 +20,6 @@ THROW_AWAY_PASSES = 2
 # Gradients leave in buckets of about so many MiB, each as soon as it is full. YOLOv5n has 7 MiB of them, YOLOv5s 28:
 # with PyTorch's own 25 nearly all would leave when the backward pass is over and nothing is left to hide the exchange.
 BUCKET_MIB = 4
-COMPILER = "torch._dynamo"  # takes a second to import, in every rank
-INSIDE = "_inside_ddp_forward"  # context manager of DDP around the network's forward pass
-
-
-class _Later(SimpleNamespace):
-    """Stands for a module that is imported when something is asked of it that isn't known beforehand."""
-
-    def __init__(self, name: str, **known: Any) -> None:
-        super().__init__(**known)
-        self._name = name
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self._name), name)
-
-
-def _ddp() -> type[DistributedDataParallel]:
-    """Return DDP; as long as nobody has imported the compiler, with a forward pass that needs none.
-
-    It has a decorator that keeps the compiler out of it, and imports that first.
-    """
-    decorated = getattr(DistributedDataParallel, INSIDE, None)
-    if COMPILER in sys.modules or decorated is None:
-        return DistributedDataParallel
-    return type(
-        DistributedDataParallel.__name__,
-        (DistributedDataParallel,),
-        {INSIDE: contextmanager(inspect.unwrap(decorated))},
-    )
-
-
-@contextmanager
-def _compiler_not_imported() -> Iterator[None]:
-    """DDP asks PyTorch's compiler how it was set; as long as nobody has imported that, it is set as it comes."""
-    if COMPILER in sys.modules:
-        yield
-        return
-    utils = _Later(f"{COMPILER}.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
-    stand_in = vars(torch)["_dynamo"] = _Later(COMPILER, utils=utils)
-    try:
-        yield
-    finally:
-        if vars(torch).get("_dynamo") is stand_in:  # else something has imported it
-            del vars(torch)["_dynamo"]
 
 
 def wrap(raw_model: nn.Module, env: DistEnv, precision: Precision, images: Tensor, compress: str = "off") -> nn.Module:
@@ -104,9 +56,9 @@ def wrap(raw_model: nn.Module, env: DistEnv, precision: Precision, images: Tenso
             f"{len(idle)} parameters have no part in the outputs and are not trained: {', '.join(idle[:5])}"
             + (", ..." if len(idle) > 5 else "")
         )
-    with warnings.catch_warnings(), _compiler_not_imported():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer versions would call broadcast_buffers another name
-        model = _ddp()(
+        model = DistributedDataParallel(
             raw_model,
             device_ids=[env.device] if env.device.type == "cuda" else None,
             broadcast_buffers=False,  # at every forward pass; SyncBN or `sync_bn.average_buffers` do without

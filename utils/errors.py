@@ -1,14 +1,12 @@
 """Mistakes that a user can mend, and how a script ends when it meets one."""
 
-import atexit
 import contextlib
 import difflib
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -182,18 +180,17 @@ def ended_by(stop: BaseException) -> int:
 
 
 def end_quietly_by_ctrl_c() -> None:
-    """Let Ctrl-C end this script as it ends other programs, without the traceback of what was being imported.
+    """Let Ctrl-C end this script without a traceback of what was being imported, for the seconds up to `run_cli`."""
 
-    For the seconds up to `run_cli`; does nothing where it is ignored, or where the script is not alone in its process.
-    """
-    if _alone() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, traceback)
+
+    sys.excepthook = hook
 
 
 def run_cli(main: Callable[[], int | None]) -> NoReturn:
     """Run a script's main function and leave the process with its status; see `ended_by`."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         status = main()
     except ENDS as stop:
@@ -204,29 +201,8 @@ def run_cli(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(status)
 
 
-def run_script(main: Callable[[], int | None]) -> NoReturn:
-    """Do as `run_cli` does, and leave at once if the script is alone in its process; see `leave`."""
-    alone = _alone()
-    try:
-        run_cli(main)
-    except SystemExit as end:
-        if not alone or not isinstance(end.code, int | None):
-            raise
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does in the end
-        leave(end.code or 0)
-
-
-def _alone() -> bool:
-    """Whether the script that called the caller is all there is: no notebook, debugger or profiler runs it."""
-    return sys._getframe(2).f_back is None and not sys.flags.inspect
-
-
 def leave(status: int) -> NoReturn:
-    """End the process without taking the interpreter down, which takes half a second where torch was imported.
-
-    Functions of `atexit` are called, and what was printed is out.
-    """
-    atexit._run_exitfuncs()
+    """End the process without taking the interpreter down; what was printed is out."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BrokenPipeError):  # nobody reads it any more
             stream.flush()

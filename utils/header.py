@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from models.yolo import count_flops
+from models.costs import count_flops
 from utils.console import format_lines, machine
 from utils.dataloaders import choose_num_workers
 from utils.run_folder import lockstep_version

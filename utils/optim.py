@@ -1,6 +1,5 @@
 """Parameter groups, and learning rate, momentum and accumulation as functions of the micro-batch index."""
 
-import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -50,55 +49,6 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
-class _GradientsInMemoryOrder:
-    """Mixed into an optimizer: hands the fused step on the CPU gradients as they lie in memory.
-
-    It walks through memory anyhow, but makes a contiguous copy of every channels-last gradient first, to no use (torch
-    2.14); that takes as long as the step. `_init_group` is not part of torch's interface: should it be called otherwise
-    one day, the step is slower again and no less right.
-    """
-
-    def _init_group(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], *others: Any
-    ) -> Any:
-        found = super()._init_group(group, parameters, gradients, *others)  # type: ignore[misc]
-        if group["fused"]:
-            gradients[:] = [_in_memory_order(its, of) for its, of in zip(gradients, parameters, strict=True)]
-        return found
-
-
-class _WithoutCompiler:
-    """Mixed into an optimizer: its methods as they are, without decorators that keep PyTorch's compiler out of them.
-
-    The first call through these imports the compiler: as long as importing torch, at the start of every rank. They are
-    for optimizers that are compiled or differentiated through.
-    """
-
-    add_param_group = inspect.unwrap(Optimizer.add_param_group)
-    zero_grad = inspect.unwrap(Optimizer.zero_grad)
-    state_dict = inspect.unwrap(Optimizer.state_dict)
-    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
-
-
-class _SGD(_WithoutCompiler, _GradientsInMemoryOrder, SGD):
-    step = torch.no_grad()(inspect.unwrap(SGD.step))
-
-
-class _Adam(_WithoutCompiler, _GradientsInMemoryOrder, Adam):
-    step = torch.no_grad()(inspect.unwrap(Adam.step))
-
-
-class _AdamW(_WithoutCompiler, _GradientsInMemoryOrder, AdamW):
-    step = torch.no_grad()(inspect.unwrap(AdamW.step))
-
-
-def _in_memory_order(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return the gradient of a channels-last parameter on the CPU in the order of memory, others as they are."""
-    if gradient.device.type != "cpu" or gradient.dim() != 4 or gradient.stride() != parameter.stride():
-        return gradient
-    return gradient.permute(0, 2, 3, 1) if gradient.is_contiguous(memory_format=torch.channels_last) else gradient
-
-
 def build_optimizer(model: nn.Module, name: str, hyp: Hyp, plan: BatchPlan) -> Optimizer:
     """Build the optimizer over a model's three parameter groups.
 
@@ -116,13 +66,13 @@ def build_optimizer(model: nn.Module, name: str, hyp: Hyp, plan: BatchPlan) -> O
     parameters = [parameter for group in groups for parameter in group["params"]]
     fused = all(parameter.device.type in FUSED_DEVICES for parameter in parameters)
     if name == "SGD":
-        optimizer = _SGD(groups, lr=hyp.lr0, momentum=hyp.momentum, nesterov=True, fused=fused)
+        optimizer = SGD(groups, lr=hyp.lr0, momentum=hyp.momentum, nesterov=True, fused=fused)
         for parameter in parameters:
             # Torch makes these at the first step, uninitialized; if that step is skipped they stay so and are used.
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
     assert name in ("Adam", "AdamW"), name
-    kind = _Adam if name == "Adam" else _AdamW
+    kind = Adam if name == "Adam" else AdamW
     return kind(groups, lr=hyp.lr0, betas=(hyp.momentum, ADAM_BETA2), fused=fused)
 
 

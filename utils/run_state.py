@@ -32,7 +32,7 @@ from utils.seeds import rng_state, set_rng_state
 from utils.skips import SkipLog
 from utils.spikes import SpikeLog
 from utils.steps import BufferSnapshot, Precision
-from utils.torch_utils import BatchPlan, DistEnv, ModelEMA, StateView, all_gather_rows, all_reduce_sum, barrier
+from utils.torch_utils import BatchPlan, DistEnv, ModelEMA, all_gather_rows, all_reduce_sum, barrier
 
 VOTES = 3  # of a rank at the end of a window: to stop, to save, and where it is; see `votes`
 SAVE_EVERY = 900.0  # seconds between two checkpoints at most
@@ -153,8 +153,6 @@ class Run:
     unreadable: UnreadableImages
     waited: Callable[[], float] = float  # seconds of waiting for images so far, on this rank
     proven: tuple[float, int] = (-1.0, 0)  # best_fitness and best_epoch as of best.pt
-    weights: StateView | None = None  # what checkpoints take of the network; made by the first one
-    facts: dict[str, Any] = field(default_factory=dict)  # what they hold besides and that never changes; likewise
     just_saved: bool = False  # at the end of the window before; the same on all ranks
     saved_at: float = field(default_factory=time.monotonic)  # when a checkpoint was last taken
 
@@ -276,24 +274,15 @@ def _norm_buffers(run: Run) -> list[Tensor]:
 
 def run_state(run: Run) -> dict[str, Any]:
     """Return everything that moves, and what it takes to build the run again; the format of our checkpoints."""
-    if run.weights is None:
-        run.weights, run.facts = StateView(run.raw_model), _facts(run)
     return {
         "state": dataclasses.asdict(run.state),
-        "model": run.weights.tensors(),
+        "model": dict(run.raw_model.state_dict()),
         "ema": run.ema.state_dict(),
         "optimizer": run.optimizer.state_dict(),
         "scaler": run.scaler.state_dict(),
         "meters": None,  # of each rank, in the middle of an epoch
         "rank_buffers": None,  # of each rank, in the middle of an epoch without SyncBN
         "rng": rng_state(run.env.device),
-        **run.facts,
-    }
-
-
-def _facts(run: Run) -> dict[str, Any]:
-    """Return what a run is: its settings, its network, its data."""
-    return {
         "spec": run.raw_model.yaml,
         "names": run.raw_model.names,
         "config": config_to_dict(run.config),

@@ -22,7 +22,6 @@ def seed_everything(seed: int, deterministic: bool) -> None:
     torch.manual_seed(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it first starts
-    # torch.use_deterministic_algorithms does the same and imports PyTorch's compiler, as long as importing torch.
     torch.set_deterministic_debug_mode("warn" if deterministic else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, changes nothing
     torch.backends.cudnn.deterministic = deterministic

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -646,49 +646,6 @@ def share_problems(problems: Problems, env: DistEnv) -> None:
 # EMA ------------------------------------------------------------------------------------------------------------------
 
 
-class StateView:
-    """The state dict of a network whose modules stay as they are, without the walk through them.
-
-    That takes longer than it does to copy the weights of a small network.
-
-    Args:
-        model: with its final modules; what their parameters and buffers are is looked up each time.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._places: list[tuple[str, dict[str, Any], str]] = [
-            (f"{prefix}.{key}" if prefix else key, holder, key)
-            for prefix, module in model.named_modules(remove_duplicate=False)
-            for holder in (module._parameters, module._buffers)
-            for key, tensor in holder.items()
-            if tensor is not None and key not in module._non_persistent_buffers_set
-        ]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers themselves."""
-        return {name: holder[key] for name, holder, key in self._places}
-
-    def select(self, names: Iterable[str]) -> Callable[[], list[Tensor]]:
-        """Return what returns the tensors of these names, in their order."""
-        places = {name: (holder, key) for name, holder, key in self._places}
-        selected = [places[name] for name in names]
-        return lambda: [holder[key] for holder, key in selected]
-
-
-@torch.no_grad()
-def own_pages(tensors: list[Tensor]) -> None:
-    """Write tensors as they are, so that their memory is this process's alone again after others were forked.
-
-    A page that is shared with them is copied when it is first written, and cores that run other threads of the process
-    have to hear of it. In some virtual machines that takes half a millisecond a page, which made seconds of the first
-    optimizer step; one thread alone has it done in some microseconds each.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch._foreach_mul_(tensors, 1.0)
-    torch.set_num_threads(threads)
-
-
 def foreach_lerp(tensors: list[Tensor], ends: list[Tensor], weight: float | Tensor) -> None:
     """Move tensors toward others in place; weight 0 leaves them, 1 takes the others.
 
@@ -725,16 +682,9 @@ class ModelEMA(Generic[M]):
         self.module: M = copy.deepcopy(raw_model).eval().requires_grad_(False)
         self.decay, self.tau = decay, tau
         self.updates = 0
-        state = self.module.state_dict()
-        distinct = {tensor.data_ptr(): name for name, tensor in state.items()}  # tied ones once
-        if buffers_only:
-            buffers = dict(self.module.named_buffers())
-            distinct = {place: name for place, name in distinct.items() if name in buffers}
-        self.floating = [name for name in distinct.values() if state[name].is_floating_point()]
-        self.counters = [name for name in distinct.values() if name not in set(self.floating)]
+        self.buffers_only = buffers_only
         self.skipped = torch.zeros((), device=next(raw_model.parameters()).device)
-        self._own = StateView(self.module)
-        self._pairs: tuple[nn.Module, list[Callable[[], list[Tensor]]]] | None = None
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # of the average and of the model, made by the first update
 
     @torch.no_grad()
     def update(self, raw_model: nn.Module, found_inf: Tensor | None = None) -> None:
@@ -742,22 +692,28 @@ class ModelEMA(Generic[M]):
 
         Args:
             raw_model: as after the step; if the step was skipped, with its buffers restored. From the first update on
-                its modules stay as they are.
+                its parameters and buffers are the same tensors.
             found_inf: () 1 leaves the average as it was.
         """
         self.updates += 1
-        if self._pairs is None or self._pairs[0] is not raw_model:
-            views = self._own, StateView(raw_model)
-            self._pairs = raw_model, [view.select(some) for some in (self.floating, self.counters) for view in views]
-        floating, their_floating, counters, their_counters = self._pairs[1]
+        self._pairs = self._pairs or self._pair(raw_model)
         weight: float | Tensor = 1.0 - self.decay * (1.0 - math.exp(-self.updates / self.tau))
         if found_inf is not None:
             self.skipped += found_inf
             weight = weight * (1.0 - found_inf)
             weight = weight.item() if found_inf.device.type == "cpu" else weight  # on the CPU there is no wait
-        foreach_lerp(floating(), their_floating(), weight)
-        if self.counters:
-            torch._foreach_copy_(counters(), their_counters())
+        floating = [pair for pair in self._pairs if pair[0].is_floating_point()]
+        counters = [pair for pair in self._pairs if not pair[0].is_floating_point()]
+        foreach_lerp([own for own, _ in floating], [its for _, its in floating], weight)
+        if counters:
+            torch._foreach_copy_([own for own, _ in counters], [its for _, its in counters])
+
+    def _pair(self, raw_model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """Return what follows which: walks through a network take longer than an update."""
+        own, its = self.module.state_dict(), raw_model.state_dict()
+        distinct = {tensor.data_ptr(): name for name, tensor in own.items()}.values()  # tied ones once
+        followed = {name for name, _ in raw_model.named_buffers()} if self.buffers_only else set(own)
+        return [(own[name], its[name]) for name in distinct if name in followed]
 
     def broadcast(self, env: DistEnv) -> None:
         """Give rank 0's average to all ranks' copies. Collective: every rank must call it."""
@@ -765,7 +721,7 @@ class ModelEMA(Generic[M]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that moves; the very tensors, not copies."""
-        return {"module": self._own.tensors(), "updates": self.updates, "skipped": int(self.skipped)}
+        return {"module": self.module.state_dict(), "updates": self.updates, "skipped": int(self.skipped)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
