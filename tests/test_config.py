@@ -433,7 +433,21 @@ def test_words_of_yaml(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     """ultralytics/yolov5#11439: by us, and by programs that read YAML 1.1."""
-    texts = [*WORDS, "null", " a ", "#1", "a: b", "Soci\u00e9t\u00e9", "\u7fd8\u5934", "caf\udce9", "[a]", "- a", "'", "a\nb", "1e-3"]
+    texts = [
+        *WORDS,
+        "null",
+        " a ",
+        "#1",
+        "a: b",
+        "Soci\u00e9t\u00e9",
+        "\u7fd8\u5934",
+        "caf\udce9",
+        "[a]",
+        "- a",
+        "'",
+        "a\nb",
+        "1e-3",
+    ]
     values = {f"k{number}": text for number, text in enumerate(texts)}
     values |= {
         "f": 1e-5,
