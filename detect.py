@@ -52,6 +52,7 @@ from utils.sources import (
     open_streams,
     read_files,
     read_streams,
+    warn_of_depth,
 )
 from utils.torch_utils import DistEnv, process_group
 
@@ -111,6 +112,7 @@ def read_inputs(config: DetectConfig, env: DistEnv) -> tuple[list[Source], Detec
     detector = problems.attempt(lambda: build_detector(*loaded, config, env.device)) if loaded else None
     problems.raise_if_any()
     assert sources is not None and detector is not None
+    warn_of_depth(sources)
     return sources, detector
 
 

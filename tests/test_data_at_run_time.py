@@ -166,9 +166,12 @@ def become_a_folder(path: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "deleted": (Path.unlink, GONE),
-    "empty": (lambda path: path.write_bytes(b""), "cannot be decoded"),
+    "empty": (lambda path: path.write_bytes(b""), "cannot be decoded: it is empty"),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-40]), "is cut short"),
-    "text": (lambda path: path.write_text("<html>404</html>" * 9), "cannot be decoded"),
+    "text": (
+        lambda path: path.write_text("<html>404</html>" * 9),
+        "cannot be decoded: it is no image, but starts with b'<html>404</h'",
+    ),
     "larger": (
         lambda path: path.write_bytes(cv2.imencode(path.suffix, np.zeros((90, 110, 3), np.uint8))[1].tobytes()),
         "was 80 x 70 pixels when it was checked, now 110 x 90",

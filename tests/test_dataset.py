@@ -157,6 +157,19 @@ def test_bad_images_are_left_out_and_named(tmp_path: Path) -> None:
     assert before == {path: path.read_bytes() for path in images.iterdir()}
 
 
+def test_pages_of_images(tmp_path: Path) -> None:
+    """ultralytics/yolov5#7726: of several pages the first was used, and nothing said so."""
+    images = make_split(tmp_path, [GOOD, GOOD])
+    pages = [np.full((24, 32, 3), 90, np.uint8)] * 3
+    cv2.imwritemulti(str(images / "00001.tif"), pages)
+    (images / "00001.jpg").unlink()
+    index = build_index([images], 1)
+    assert index.n == 2
+    assert index.report.problems == [
+        (str(images / "00001.tif"), 0, "3 pages", "only the first page of the image is used")
+    ]
+
+
 def test_listed_image_that_is_not_there(tmp_path: Path) -> None:
     images = make_split(tmp_path, [GOOD])
     (tmp_path / "list.txt").write_text(f"{images}/00000.jpg\n{images}/gone.jpg\n")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.common import SHARED, needs_shared
-from utils.images import ImageError, image_size, read_image
+from utils.images import ImageError, depth_doubts, image_size, page_count, read_image
 
 
 def write_image(path: Path, height: int = 24, width: int = 32) -> Path:
@@ -94,6 +94,114 @@ def test_size_agrees_with_pixels(tmp_path: Path, suffix: str, channels: int, kin
     assert image.dtype == np.uint8
     if suffix in ("png", "tif", "bmp") and channels < 4:
         np.testing.assert_array_equal(image, np.broadcast_to(values, image.shape))
+
+
+# --- depth ---
+
+RAMP = np.linspace(0, 1, 24 * 32 * 3, dtype=np.float32).reshape(24, 32, 3)
+
+
+def pfm(values: np.ndarray, order: str = "<") -> bytes:
+    """Rows from the bottom, RGB or grey; the sign of the scale is the order of the bytes."""
+    height, width = values.shape[:2]
+    kind, scale = ("PF" if values.ndim == 3 else "Pf"), (-1 if order == "<" else 1)
+    rows = values[::-1, :, ::-1] if values.ndim == 3 else values[::-1]
+    return f"{kind}\n{width} {height}\n{scale}\n".encode() + rows.astype(f"{order}f4").tobytes()
+
+
+@pytest.mark.parametrize("white", [1, 255, 65535])
+@pytest.mark.parametrize("file", ["f4.pfm", ">f4.pfm", "f4.tif", "f8.tiff", "i4.tif"])
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_floats_are_scaled(tmp_path: Path, white: int, file: str, channels: int) -> None:
+    """ultralytics/yolov5#7726, #11840: of 0 to 1 every picture was black, float TIFF files were left out."""
+    kind, _, suffix = file.partition(".")
+    values = RAMP[..., 0] if channels == 1 else RAMP if channels == 3 else np.dstack([RAMP, RAMP[..., :1]])
+    values = (values * white).round() if kind == "i4" else values * white
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "pfm":
+        path.write_bytes(pfm(values[..., :3] if channels > 1 else values, kind[0] if kind[0] == ">" else "<"))
+    else:
+        cv2.imwrite(str(path), values.astype(kind), [cv2.IMWRITE_TIFF_COMPRESSION, 1])  # 1: none
+    expected = np.broadcast_to(RAMP[..., :1], RAMP.shape) if channels == 1 else RAMP
+    expected = expected.round() if (kind, white) == ("i4", 1) else expected
+    image = read_image(str(path))
+    assert image.dtype == np.uint8 and image_size(str(path)) == image.shape[:2]
+    np.testing.assert_allclose(image, expected * 255, atol=1.01)
+    np.testing.assert_array_equal(read_image(str(path), (24, 32), 4), image)
+
+
+def test_floats_out_of_range(tmp_path: Path) -> None:
+    """Highlights, negative values and such as are not finite are clipped; what is no picture is named."""
+    values = RAMP[..., 0].copy()
+    values[0, :4] = [-3, np.nan, np.inf, 7.5]
+    (tmp_path / "a.pfm").write_bytes(pfm(values))
+    image = read_image(str(tmp_path / "a.pfm"))
+    assert image[0, :4, 0].tolist() == [0, 0, 255, 255]
+    np.testing.assert_allclose(image[1:, :, 0], RAMP[1:, :, 0] * 255, atol=0.51)
+    (tmp_path / "a.pfm").write_bytes(pfm(values * 1e6))
+    with pytest.raises(ImageError, match=r"a\.pfm: has values up to 7\.5e\+06; scale them to 0 to 1, 0 to 255 or"):
+        read_image(str(tmp_path / "a.pfm"))
+    with pytest.raises(ImageError, match=r"a\.pfm: has values up to"):
+        image_size(str(tmp_path / "a.pfm"))
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "pfm"])
+@pytest.mark.parametrize(("bits", "dark"), [(10, True), (12, True), (14, True), (15, False), (16, False)])
+def test_a_set_of_too_few_bits(tmp_path: Path, suffix: str, bits: int, dark: bool) -> None:
+    """ultralytics/yolov5#11840: 12 bits in files of 16 make pictures that are almost black."""
+    paths = [str(tmp_path / f"{number}.{suffix}") for number in range(40)]
+    for number, path in enumerate(paths):
+        values = (RAMP * (2**bits - 1) * (0.3 if number % 2 else 1)).astype(np.uint16)
+        cv2.imwrite(path, values.astype(np.float32) if suffix == "pfm" else values)
+    (tmp_path / f"5.{suffix}").unlink()
+    said = depth_doubts(paths.__getitem__, len(paths))
+    start = "images of more than 8 bits look almost black: the brightest value in "
+    assert [text.startswith(start) for text in said] == [True] * dark
+    assert (
+        not dark
+        or f" of them is {2**bits - 1} of 65535; multiply their values, for example by {65535 // (2**bits - 1)}"
+        in said[0]
+    )
+
+
+def test_a_set_of_other_images(tmp_path: Path) -> None:
+    paths = []
+    for name, kind in (("a.png", "uint8"), ("b.tif", "uint8"), ("c.jpg", "uint8"), ("d.png", "uint16")):
+        paths.append(str(tmp_path / name))
+        cv2.imwrite(paths[-1], (RAMP * 9 * ("d" not in name)).astype(kind))
+    (tmp_path / "e.png").write_bytes(b"")
+    paths += [str(tmp_path / "e.png"), str(tmp_path / "f.png")]
+    assert depth_doubts(paths.__getitem__, len(paths)) == depth_doubts(paths.__getitem__, 0) == []
+
+
+def test_pages(tmp_path: Path) -> None:
+    """Thumbnails and masks are no pages; chains of pages that have no end do."""
+    path = tmp_path / "a.tif"
+    for count in (1, 3):
+        cv2.imwritemulti(str(path), [np.full((24, 32, 3), 90 + k, np.uint8) for k in range(count)])
+        assert page_count(str(path)) == count
+        assert read_image(str(path)).max() == 90
+    for order in "<>":
+        chain = exif(1, order)[:4]
+        for place, (kind, after) in zip((8, 26, 44), ((0, 26), (1, 44), (0, 8)), strict=True):
+            chain += struct.pack(order + "I", place) if place == 8 else b""
+            chain += struct.pack(order + "HHHII", 1, 254, 4, 1, kind) + struct.pack(order + "I", after)
+        path.write_bytes(chain)
+        assert page_count(str(path)) == 2
+        path.write_bytes(chain[:30])
+        assert page_count(str(path)) == 1
+    assert page_count(str(write_image(tmp_path / "b.png"))) == page_count(str(tmp_path / "gone.tif")) == 1
+
+
+def test_why_a_file_is_no_image(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    for data, why in ((b"", "it is empty"), (b"%PDF-1.7 of", r"it is no image, but starts with b'%PDF-1\.7 of'")):
+        path.write_bytes(data)
+        with pytest.raises(ImageError, match=rf"a\.jpg: cannot be decoded: {why}$"):
+            read_image(str(path))
+    path.write_bytes(write_image(tmp_path / "b.tif").read_bytes()[:100])
+    with pytest.raises(ImageError, match=r"a\.jpg: cannot be decoded$"):
+        read_image(str(path))
 
 
 def test_lossy_webp_and_progressive_jpeg(tmp_path: Path) -> None:

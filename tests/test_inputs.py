@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 import torch
 
@@ -81,6 +83,14 @@ def test_images_that_are_trained_on_and_measured(
     if shared == 3:
         data.write_text("train: images/train\nval: images/train\nnames: [blue, red]\n")
         assert warnings_of(data, capsys)[0].startswith("4 of the 4 images in val are in train too")
+
+
+def test_images_of_too_few_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ultralytics/yolov5#11840: 12 bits in files of 16; said of each split, before training."""
+    data = make_data(tmp_path, count=4, val=3)
+    for path in (tmp_path / "images/val").iterdir():
+        cv2.imwrite(str(path), np.full((48, 64, 3), 4095, np.uint16))
+    assert [line[:45] for line in warnings_of(data, capsys)] == ["val: images of more than 8 bits look almost b"]
 
 
 def test_doubts_about_the_data_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,7 +245,7 @@ def test_images_that_are_left_out(weights: Path, cwd: Path) -> None:
     assert "4 images: 1 with labels, 0 without a label file, 0 with an empty one, 3 left out; 3 problems" in done.out
     assert [(Path(row[1]).stem, row[2], row[3], row[4]) for row in report(cwd / "runs/val/exp")[1:]] == [
         ("huge", "0", "20000 x 20000 pixels, more than 268435456 in all", "image left out"),
-        ("text", "0", "cannot be decoded", "image left out"),
+        ("text", "0", "cannot be decoded: it is no image, but starts with b'<html>404 no'", "image left out"),
         ("tiny", "0", "200 x 9 pixels, less than 10 on a side", "image left out"),
     ]
 

@@ -36,7 +36,7 @@ from utils.errors import Problems, UserError
 from utils.forks import fork_context
 from utils.heartbeat import Phase, beat, beating
 from utils.image_lists import labels_without_image, list_images
-from utils.images import ImageError, image_size, read_image, retried
+from utils.images import ImageError, image_size, page_count, read_image, retried
 from utils.index_arrays import arrays_of, check_numbers
 from utils.interrupts import STOP_SIGNALS, interrupts_held
 from utils.labels import BAD_CLASS, RowReader, check_rows, label_path
@@ -46,7 +46,7 @@ from utils.torch_utils import ALONE, DistEnv, all_gather_objects, gather_on_mach
 
 __all__ = ["LabelIndex", "build_index", "cache_folders", "open_splits", "read_image"]
 
-RULES_VERSION = 3  # raise it whenever a rule, the row format or the file format changes: older cache files are rebuilt
+RULES_VERSION = 4  # raise it whenever a rule, the row format or the file format changes: older cache files are rebuilt
 MAGIC = b"LSINDEX1"
 CHUNK = 512  # images per unit of work: long enough for vectorized checks, short enough for an even progress bar
 MIN_SIDE, MAX_PIXELS = 10, 1 << 28
@@ -57,6 +57,7 @@ NO_FILE, NO_ACCESS = -1, -2  # in place of a file's size
 READABLE = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH  # by everybody
 NO_POINTS = np.zeros((0, 2), np.float32)
 LEFT_OUT = ("image left out", "label file unreadable, image left out")
+FIRST_PAGE = "only the first page of the image is used"
 
 
 # --- 1. The scan -----------------------------------------------------------------------------------------------------
@@ -95,6 +96,8 @@ def _scan_chunk(paths: Sequence[str], stats: np.ndarray, num_classes: int, singl
             status[i] = CORRUPT
             problems.append(Problem(name, 0, error.strerror or str(error), LEFT_OUT[1]))
         else:
+            if path.lower().endswith((".tif", ".tiff")) and (pages := page_count(path)) > 1:
+                problems.append(Problem(path, 0, f"{pages} pages", FIRST_PAGE))
             if not reader.read(i, name, text):
                 status[i] = MISSING if label_size == NO_FILE else EMPTY
     rows = check_rows(reader.rows(), names, num_classes, problems, single_cls)

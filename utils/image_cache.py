@@ -26,7 +26,7 @@ import numpy as np
 from utils.dataset import LabelIndex, cache_folders, content_digest, replacing
 
 MAGIC = b"LSIMAGE1"
-PIXELS_VERSION = 2  # raise it whenever images are decoded or resized otherwise: older cache files are not used
+PIXELS_VERSION = 3  # raise it whenever images are decoded or resized otherwise: older cache files are not used
 HEADER_BYTES = 4096  # magic, crc32 and length of the JSON text, the text; then shapes, flags, checksums, pixels
 ALIGN = 64
 RAM_SHARE = 0.4  # of the free memory: the rest is for workers, batches and the framework

@@ -22,7 +22,10 @@ T = TypeVar("T")
 # What decoders have to say goes into our messages, which name the file. OpenCV 4.8 has the function in another place.
 (getattr(cv2, "setLogLevel", None) or cv2.utils.logging.setLogLevel)(0)  # silent
 
-JPEG_START = b"\xff\xd8\xff"
+JPEG_START, PNG_START = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
+TIFF_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}  # first bytes of TIFF files and of EXIF blocks
+BIG_TIFF = (b"II+\0", b"MM\0+")
+PFM_STARTS = (b"PF", b"Pf")
 DECODING = {  # by how much smaller a JPEG file is decoded
     1: cv2.IMREAD_COLOR,
     2: cv2.IMREAD_REDUCED_COLOR_2,
@@ -31,6 +34,13 @@ DECODING = {  # by how much smaller a JPEG file is decoded
 }
 
 IMAGE_SUFFIXES = frozenset(["bmp", "dng", "jpeg", "jpg", "mpo", "png", "tif", "tiff", "webp", "pfm"])
+
+# Up to which brightest value of floats or signed numbers what is white. A picture from 0 to 1 may have highlights above
+# 1, and lossy files more than 255 or 65535 by a little.
+WHITES = ((16.0, 1.0), (512.0, 255.0), (131072.0, 65535.0))
+DARK = 1 << 14  # of 65535: images of 10, 12 and 14 bits in 16
+LOOKED_AT = 16  # images of a set, for its depth
+MOST_PAGES = 10_000
 
 # What storage, above all storage elsewhere, says while it is in trouble that may pass.
 TEMPORARY = frozenset(getattr(errno, name) for name in ("EIO", "ESTALE", "ETIMEDOUT") if hasattr(errno, name))
@@ -97,7 +107,7 @@ class _Header(NamedTuple):
 
 def _orientation(exif: bytes) -> int:
     """Orientation 1 to 8 of an EXIF block (TIFF 6.0 layout); 1 where it has none or makes no sense."""
-    order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
+    order = TIFF_ORDERS.get(exif[:4])
     if order is None:
         return 1
     try:
@@ -226,7 +236,7 @@ def _parse_header(data: bytes) -> _Header | None:
     """Header from the first bytes; None for formats that only decoders know; IndexError or struct.error: too few."""
     if data[:3] == JPEG_START:
         return _jpeg(data)
-    if data[:8] == b"\x89PNG\r\n\x1a\n":
+    if data[:8] == PNG_START:
         return _png(data)
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return _webp(data)
@@ -300,6 +310,9 @@ def _checked_header(path: str) -> _Header | None:
 def read_image(path: str, size: tuple[int, int] | None = None, reduction: int = 1) -> np.ndarray:
     """Decode an image to (H, W, 3) BGR uint8, upright by its EXIF orientation, whatever its depth and channels.
 
+    Of 16 bits the upper eight are taken. Values of other kinds (floats, signed numbers) are scaled so that white is 1,
+    255 or 65535, as the brightest value in the file has it (see ``WHITES``), and clipped.
+
     Args:
         path: the file.
         size: height and width that it had before. A file that has other ones now, or was cut short meanwhile, is an
@@ -317,20 +330,112 @@ def read_image(path: str, size: tuple[int, int] | None = None, reduction: int = 
             _check_size(_upright_size(header), size)
             if _cut_short(header, len(data), lambda: data[-16:], lambda: data):
                 raise ImageError("is cut short")
-        # Orientation is applied here, since OpenCV's versions differ in the formats for which they do it.
         reduction = reduction if data[:3] == JPEG_START else 1
-        flags = DECODING[reduction] | cv2.IMREAD_IGNORE_ORIENTATION
-        image = cv2.imdecode(np.frombuffer(data, np.uint8), flags) if data else None
-        if image is None:
-            raise ImageError("cannot be decoded")
-        if image.ndim == 2:  # grey PFM files stay grey in spite of the flag
-            image = cv2.cvtColor(image, cv2.COLOR_GRAY2BGR)
-        image = _upright(image, header.orientation if header else 1)
+        image = _upright(_eight_bits(_decoded(data, reduction)), header.orientation if header else 1)
         if size is not None and image.shape[:2] != (-(-size[0] // reduction), -(-size[1] // reduction)):
             _check_size((image.shape[0], image.shape[1]), size)  # in which the kinds of JPEG come that can't be reduced
-    except (OSError, ImageError, cv2.error) as error:
+    except (OSError, ImageError) as error:
         raise ImageError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     return image
+
+
+def _decoded(data: bytes, reduction: int = 1) -> np.ndarray:
+    """Pixels (H, W, 3) BGR of a file, as it is oriented, in its own kind of numbers."""
+    # Orientation is applied later, since OpenCV's versions differ in the formats for which they do it.
+    flags = DECODING[reduction] | cv2.IMREAD_IGNORE_ORIENTATION
+    if data[:3] != JPEG_START:
+        flags |= cv2.IMREAD_ANYDEPTH
+    values = np.frombuffer(data, np.uint8)
+    try:
+        image = cv2.imdecode(values, flags) if data else None
+        if image is None and data[:4] in TIFF_ORDERS:  # floats that are grey or have an alpha channel
+            image = cv2.imdecode(values, cv2.IMREAD_UNCHANGED)
+    except cv2.error as error:
+        raise ImageError(f"cannot be decoded: {error.err}") from error
+    if image is None:
+        raise ImageError(f"cannot be decoded{_why(data)}")
+    if image.ndim == 2:  # grey PFM files stay grey in spite of the flag
+        return cv2.merge([image] * 3)
+    if image.shape[2] < 3:
+        raise ImageError(f"cannot be decoded: it has {image.shape[2]} channels")
+    return image[..., :3]
+
+
+def _why(data: bytes) -> str:
+    """Return why a file may not be one that can be decoded, '' if its first bytes are right."""
+    with contextlib.suppress(ImageError, IndexError, struct.error):
+        if _parse_header(data) or data[:4] in (*TIFF_ORDERS, *BIG_TIFF) or data[:2] in PFM_STARTS:
+            return ""
+    return f": it is no image, but starts with {data[:12]!r}" if data else ": it is empty"
+
+
+def _eight_bits(image: np.ndarray) -> np.ndarray:
+    """Scale pixels to 0 to 255; see `read_image`."""
+    if image.dtype == np.uint8:
+        return image
+    if image.dtype == np.uint16:
+        return (image >> 8).astype(np.uint8)
+    white = _white(image)
+    return np.rint(np.nan_to_num(image.astype(np.float32)).clip(0, white) * (255 / white)).astype(np.uint8)
+
+
+def _white(image: np.ndarray) -> float:
+    """Return which value of a picture of floats or signed numbers is white."""
+    brightest = float(image.max(initial=0, where=np.isfinite(image)))
+    for most, white in WHITES:
+        if brightest <= most:
+            return white
+    raise ImageError(f"has values up to {brightest:g}; scale them to 0 to 1, 0 to 255 or 0 to 65535")
+
+
+def depth_doubts(path: Callable[[int], str], count: int) -> list[str]:
+    """Return a sentence if images of more than 8 bits use so little of 16 that they are seen as almost black.
+
+    Args:
+        path: gives the file of image i; some of them are read.
+        count: of the images.
+    """
+    found = [_brightest(path(i)) for i in range(0, count, -(-count // LOOKED_AT) or 1)]
+    values = [value for value in found if value is not None]
+    brightest = max(values, default=0)
+    if not 0 < brightest < DARK:
+        return []
+    return [
+        f"images of more than 8 bits look almost black: the brightest value in {len(values)} of them is {brightest} of "
+        f"65535; multiply their values, for example by {65535 // brightest}"
+    ]
+
+
+def _brightest(path: str) -> int | None:
+    """Largest value in a file in which white is 65535; None for other files, and those that can't be read."""
+    if not path.lower().endswith((".png", ".tif", ".tiff", ".pfm")):
+        return None
+    try:
+        data = _contents(path)
+        if data[:8] == PNG_START and data[24:25] != b"\x10":  # bits of a channel
+            return None
+        image = _decoded(data)
+        deep = image.dtype == np.uint16 or (image.dtype != np.uint8 and _white(image) == WHITES[-1][1])
+        return int(image.max(initial=0, where=np.isfinite(image))) if deep else None
+    except (OSError, ImageError):
+        return None
+
+
+def page_count(path: str) -> int:
+    """Pages of a TIFF file, without thumbnails and masks (TIFF 6.0, NewSubfileType); 1 for other files."""
+    pages, seen = 0, set[int]()
+    with contextlib.suppress(OSError, struct.error), open(path, "rb") as file:  # what is wrong is said elsewhere
+        order = TIFF_ORDERS.get(file.read(4))
+        while order and len(seen) < MOST_PAGES:
+            (start,) = struct.unpack(order + "I", file.read(4))
+            if start == 0 or start in seen:
+                break
+            seen.add(start)
+            file.seek(start)
+            (count,) = struct.unpack(order + "H", file.read(2))
+            entries = [struct.unpack(order + "HHII", file.read(12)) for _ in range(count)]
+            pages += not any(tag == 254 and value & 0b101 for tag, _, _, value in entries)
+    return max(pages, 1)
 
 
 def _contents(path: str) -> bytes:

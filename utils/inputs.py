@@ -25,6 +25,7 @@ from utils.dataset import LabelIndex, check_same_data, open_splits
 from utils.devices import check_half
 from utils.errors import Problems, UserError
 from utils.heartbeat import Phase, beat
+from utils.images import depth_doubts
 from utils.loggers import loggers_from_names
 from utils.logging import get_logger
 from utils.order import max_imgsz
@@ -98,7 +99,8 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
     )
     check_machine(config, inputs, env, folder, problems)
     share_problems(problems, env)
-    for doubt in [*data.doubts, *doubts_about_splits(indexes["train"], indexes["val"], env)]:
+    doubts = [*doubts_about_depth(indexes, env), *doubts_about_splits(indexes["train"], indexes["val"], env)]
+    for doubt in [*data.doubts, *doubts]:
         get_logger().warning(doubt)
     return inputs
 
@@ -125,6 +127,13 @@ def doubts_about_splits(train: LabelIndex, val: LabelIndex, env: DistEnv) -> lis
         f"{len(both)} of the {len(val)} images in val are in train too, such as {both[0]}: the figures tell how well "
         "they were learned by heart; name images in val that are not trained on"
     ]
+
+
+def doubts_about_depth(indexes: Mapping[str, LabelIndex], env: DistEnv) -> list[str]:
+    """Return a sentence for each split of which 16-bit images are almost black; rank 0's work, nothing elsewhere."""
+    if not env.is_main_process:
+        return []
+    return [f"{split}: {doubt}" for split, index in indexes.items() for doubt in depth_doubts(index.path, len(index))]
 
 
 LONGEST = 100  # letters of two values in a message
@@ -298,6 +307,6 @@ def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
     check_same_data(indexes, env)
     assert data is not None
     imgsz = fit_imgsz(config.imgsz or trained_at, model)
-    for doubt in data.doubts:
+    for doubt in [*data.doubts, *doubts_about_depth(indexes, env)]:
         get_logger().warning(doubt)
     return ValInputs(data, model, family, imgsz, indexes[config.split])

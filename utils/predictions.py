@@ -27,7 +27,16 @@ from utils.detection_files import annotate, crop, write_image
 from utils.devices import check_half
 from utils.errors import Problems, UserError, nearest
 from utils.flags import given_keywords
-from utils.sources import Frame, Source, find_sources, in_batches, open_streams, read_files, read_streams
+from utils.sources import (
+    Frame,
+    Source,
+    find_sources,
+    in_batches,
+    open_streams,
+    read_files,
+    read_streams,
+    warn_of_depth,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -247,6 +256,7 @@ def _look_at(source: Any, vid_stride: int, problems: Problems) -> tuple[list[Sou
     """Sort entries into streams, and all others in their order; arrays are looked at, files are not opened yet."""
     streams: list[Source] = []
     files: list[Iterable[Frame]] = []
+    named: list[Source] = []
     for number, entry in enumerate(source if isinstance(source, list | tuple) else [source]):
         label = f"source[{number}]" if isinstance(source, list | tuple) else "source"
         if isinstance(entry, str | os.PathLike) or (isinstance(entry, int) and not isinstance(entry, bool)):
@@ -255,6 +265,7 @@ def _look_at(source: Any, vid_stride: int, problems: Problems) -> tuple[list[Sou
             if found and found[0].kind == "stream":
                 streams += found
             else:
+                named += found
                 files.append(_read(text, found, vid_stride))
         elif isinstance(entry, np.ndarray):
             problems.attempt(partial(_check_array, label, entry))
@@ -264,6 +275,8 @@ def _look_at(source: Any, vid_stride: int, problems: Problems) -> tuple[list[Sou
             files.append(_read_pil(label, entry))
         else:
             problems.add(f"{label} is of type {type(entry).__name__}; {WANTED}")
+    if not problems:
+        warn_of_depth(named)
     return streams, files
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from utils.config import ROOT
 from utils.errors import Problems, UserError, nearest
-from utils.images import IMAGE_SUFFIXES, ImageError, read_image
+from utils.images import IMAGE_SUFFIXES, ImageError, depth_doubts, read_image
 from utils.logging import get_logger
 
 # Of what is taken from folders; a file that is named itself is tried whatever its suffix.
@@ -334,6 +334,13 @@ def count_pictures(sources: Sequence[Source], vid_stride: int = 1) -> int | None
             capture.release()
         total += -(-frames // vid_stride)
     return total
+
+
+def warn_of_depth(sources: Sequence[Source]) -> None:
+    """Log a warning if images of 16 bits among some sources are almost black."""
+    images = [source.address for source in sources if source.kind == "image"]
+    for doubt in depth_doubts(images.__getitem__, len(images)):
+        get_logger().warning(doubt)
 
 
 def read_files(sources: Sequence[Source], vid_stride: int = 1) -> Iterator[Frame | Unread]:
