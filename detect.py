@@ -38,6 +38,7 @@ from models.detector import Detector, build_detector
 from models.families import load_model
 from utils.detection_files import DetectionFiles, annotate
 from utils.devices import check_half
+from utils.drawing import lettering_doubts
 from utils.errors import Problems, UserError, run_cli
 from utils.logging import get_logger
 from utils.preflight import check_run_folder
@@ -113,6 +114,9 @@ def read_inputs(config: DetectConfig, env: DistEnv) -> tuple[list[Source], Detec
     problems.raise_if_any()
     assert sources is not None and detector is not None
     warn_of_depth(sources)
+    if not config.hide_labels and (config.view_img or not config.nosave):
+        for doubt in lettering_doubts(detector.model.names):
+            get_logger().warning(doubt)
     return sources, detector
 
 

@@ -1,10 +1,25 @@
 """Boxes and tags on pictures of every size."""
 
+from pathlib import Path
+
+import cv2
 import numpy as np
 import pytest
 
 from utils import drawing
-from utils.drawing import PALETTE, class_color, draw_detections, text_color, text_width
+from utils.detection_files import annotate
+from utils.drawing import (
+    PALETTE,
+    class_color,
+    draw_detections,
+    lettering_doubts,
+    text_color,
+    text_width,
+    written_name,
+)
+from utils.pictures import short_name
+from utils.plots import Plots
+from utils.predictions import Prediction
 
 
 def boxes(*rows: tuple[float, float, float, float]) -> np.ndarray:
@@ -78,6 +93,35 @@ def test_what_cannot_be_drawn_is_replaced(text: str, shown: str) -> None:
     """OpenCV ends the process at bytes of a name that are no UTF-8, and starts a second line at a line break."""
     assert drawing.drawable(text) == shown
     assert text_width(text, 20) == text_width(shown, 20)
+
+
+def test_names_that_an_older_opencv_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ultralytics/yolov5#4351, #6522: names were ??? on detect's pictures, class 1 on pages, unsaid why."""
+    names = ["Soci\u00e9t\u00e9", "\u7fd8\u5934", "cat", ""]
+    found = np.array([[0, 0, 200, 60, 0.5, 1]], np.float32)
+    image = np.zeros((64, 256, 3), np.uint8)
+    assert not drawing.ALL_LETTERS or lettering_doubts(names) == []
+    monkeypatch.setattr(drawing, "ALL_LETTERS", False)
+    assert [written_name(name, k) for k, name in enumerate(names)] == [names[0], "class 1", "cat", "class 3"]
+    assert [short_name(name, k) for k, name in enumerate(names)] == [names[0], "class 1", "cat", "class 3"]
+    np.testing.assert_array_equal(annotate(image, found, names), annotate(image, found, ["", "class 1"]))
+    said = f"OpenCV {cv2.__version__} can't write all letters of 2 class names: on pictures, {names[0]} is 'Societe'; "
+    assert lettering_doubts(names) == [f"{said}version 5 can"]
+    assert lettering_doubts(["cat", "two\nlines", ""]) == []
+    assert Prediction(image, "a.jpg", None, names, found).plot().any()
+
+
+def test_the_substitute_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(drawing, "ALL_LETTERS", False)
+    found = np.array([[0, 0, 200, 60, 0.5, 0]], np.float32)
+    for _ in range(2):
+        Prediction(np.zeros((64, 256, 3), np.uint8), "a.jpg", None, ["\u7fd8"], found).plot()
+    assert capsys.readouterr().out.count("WARNING: OpenCV ") == 1
+    for enabled in (True, False):
+        Plots(tmp_path, ["\u7fd8"], enabled)
+    assert capsys.readouterr().out.count("WARNING: OpenCV ") == 1
 
 
 def test_letters_that_an_older_opencv_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from utils.config import DetectConfig
-from utils.drawing import draw_detections
+from utils.drawing import draw_detections, written_name
 from utils.errors import Problems, UserError
 from utils.sources import STREAM_FPS, Frame, Source, safe_name
 
@@ -64,8 +64,9 @@ def annotate(
         hide_conf: class names without confidences.
     """
     classes = detections[:, 5].astype(int).tolist()
+    shown = {class_id: written_name(names[class_id], class_id) for class_id in set(classes)}
     labels = [
-        "" if hide_labels else names[class_id] if hide_conf else f"{names[class_id]} {conf:.2f}"
+        "" if hide_labels else shown[class_id] if hide_conf else f"{shown[class_id]} {conf:.2f}"
         for class_id, conf in zip(classes, detections[:, 4].tolist(), strict=True)
     ]
     return draw_detections(image, detections[:, :4], labels, classes, line_thickness)

@@ -112,6 +112,24 @@ def drawable(text: str) -> str:
     return "".join(letter if letter.isascii() else "?" for letter in letters)
 
 
+def written_name(name: str, class_id: int) -> str:
+    """Return a class name as it is written on pictures: in one line, its number where no letter can be written."""
+    line = one_line(name)
+    return line if drawable(line).strip("? ") else f"class {class_id}"
+
+
+def lettering_doubts(names: Sequence[str]) -> list[str]:
+    """Return a sentence if this OpenCV can't write some class names as they are."""
+    other = [(name, class_id) for class_id, name in enumerate(names) if drawable(name) != one_line(name)]
+    if ALL_LETTERS or not other:
+        return []
+    name, shown = other[0][0], drawable(written_name(*other[0]))
+    return [
+        f"OpenCV {cv2.__version__} can't write all letters of {len(other)} class names: on pictures, {name} is "
+        f"{shown!r}; version 5 can"
+    ]
+
+
 def _stroke(scale: float) -> int:
     return max(1, round(scale * 1.3))
 

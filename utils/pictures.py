@@ -8,9 +8,9 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from utils.drawing import PALETTE, class_color, draw_detections, drawable, put_text, text_width
+from utils.drawing import PALETTE, class_color, draw_detections, put_text, text_width, written_name
 from utils.images import read_image
-from utils.short_names import one_line, shorten
+from utils.short_names import shorten
 
 Array = NDArray[Any]
 
@@ -82,9 +82,8 @@ def with_boxes(image: Array, boxes: Array, side: int, names: Sequence[str]) -> A
 
 
 def short_name(name: str, class_id: int) -> str:
-    """Return a class name as it is written on pictures: one short line, its number where no letter can be written."""
-    line = one_line(name)
-    return shorten(line, NAME_LENGTH) if drawable(line).strip("? ") else f"class {class_id}"
+    """Return a class name as it is written on pages: as on other pictures, but short."""
+    return shorten(written_name(name, class_id), NAME_LENGTH)
 
 
 def fitted(text: str, width: int) -> str:

@@ -23,6 +23,7 @@ from utils.boxes import cxcywh_to_xyxy
 from utils.config import ROOT
 from utils.dataloaders import Batch
 from utils.dataset import LabelIndex
+from utils.drawing import lettering_doubts
 from utils.heartbeat import beating
 from utils.logging import get_logger
 from utils.metrics import ConfusionMatrix, ImageResult, Metrics
@@ -49,6 +50,8 @@ class Plots:
         self.run_dir = run_dir.absolute()
         self.names = list(names)
         self.enabled = enabled
+        for doubt in lettering_doubts(names) if enabled else ():
+            get_logger().warning(doubt)
         self._jobs: list[tuple[str, str, dict[str, Any]]] = []  # path, kind, values: see utils/plot_worker.py
         self._process: subprocess.Popen[bytes] | None = None
         self._said: IO[bytes] | None = None  # what the process writes

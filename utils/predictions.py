@@ -1,6 +1,7 @@
 """What a detector finds in pictures, for programs: one record per picture, with its boxes in several forms."""
 
 import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -25,8 +26,10 @@ from utils.boxes import xyxy_to_cxcywh
 from utils.config import DetectConfig, build_config
 from utils.detection_files import annotate, crop, write_image
 from utils.devices import check_half
+from utils.drawing import lettering_doubts
 from utils.errors import Problems, UserError, nearest
 from utils.flags import given_keywords
+from utils.logging import get_logger
 from utils.sources import (
     Frame,
     Source,
@@ -117,6 +120,8 @@ class Prediction:
         hide_conf: bool = DetectConfig.hide_conf,
     ) -> NDArray[np.uint8]:
         """Return a copy of the image (H, W, 3) BGR with the boxes drawn; the arguments are detect.py's flags."""
+        if not hide_labels:
+            _warn_of_lettering(tuple(self.names))
         return annotate(self.image, self.boxes, self.names, line_thickness, hide_labels, hide_conf)
 
     def save(self, path: str | Path) -> None:
@@ -164,6 +169,12 @@ class Prediction:
 
 def _counted(name: str, count: int) -> str:
     return f"{name}s" if count > 1 and re.search("[a-rt-zA-RT-Z]$", name) else name
+
+
+@functools.cache  # said once, not for every picture
+def _warn_of_lettering(names: tuple[str, ...]) -> None:
+    for doubt in lettering_doubts(names):
+        get_logger().warning(doubt)
 
 
 def predict_config(keywords: Mapping[str, Any], weights: str) -> DetectConfig:
