@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from models.yolo import count_flops
+from models.costs import count_flops
 from tests.common import PROJECT, golden
 from tests.test_layering import imported_names, project_modules
 from tests.test_model_shapes import NETWORKS, network
