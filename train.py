@@ -487,10 +487,10 @@ def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, clock: RunC
         run.callbacks.log_epoch(event)  # first: a row too many is cut off on resume, a lost one can't be made again
         final = last or state.stopped
         save_at_end(run, better, final)
-        best_epoch = state.best_epoch if state.best_fitness >= 0 else None
+        best_epoch = state.best_epoch + 1 if state.best_fitness >= 0 else None
         if config.nosave:
-            best_epoch = epoch if final else None  # best.pt is the last epoch's
-        run.plots.end_epoch(epoch, best_epoch, final)
+            best_epoch = state.epoch if final else None  # best.pt is the last epoch's
+        run.plots.end_epoch(state.epoch, best_epoch, final)
 
 
 def tell_written(run: Run) -> None:
@@ -498,7 +498,7 @@ def tell_written(run: Run) -> None:
     beat(Phase.FILES)
     for outcome in run.writer.outcomes():
         if outcome.written:
-            event = CheckpointSaved(outcome.path, outcome.epoch, outcome.better, outcome.also)
+            event = CheckpointSaved(outcome.path, outcome.epoch + 1, outcome.better, outcome.also)
             run.callbacks.checkpoint(event)
         if outcome.better and outcome.written:
             run.proven = outcome.fitness, outcome.epoch

@@ -90,7 +90,7 @@ class Failing(Callback):
     """Fails in its second epoch, and in what comes of that."""
 
     def on_epoch_end(self, event: EpochEnd) -> Stop | None:
-        print(1 / (1 - event.epoch))
+        print(1 / (2 - event.epoch))
         return None
 
 
@@ -101,7 +101,7 @@ class Losing(Callback):
         self.paths = paths
 
     def on_epoch_end(self, event: EpochEnd) -> Stop | None:
-        for path in self.paths if event.epoch == 0 else ():
+        for path in self.paths if event.epoch == 1 else ():
             os.unlink(path)
         return None
 
@@ -165,7 +165,7 @@ def main() -> None:
     recorder = Recorder()
     lost = Path(folder, "lost")  # what the test has listed
     others: dict[str, list[Callback]] = {
-        "stop": [Recorder(ask_after=1)],
+        "stop": [Recorder(ask_after=2)],
         "fail": [Failing(), FailingLater()],
         "lose": [Losing(lost.read_text().splitlines() if lost.exists() else [])],
     }

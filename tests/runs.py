@@ -93,7 +93,7 @@ def flags(data: Path, project: Path, *more: str) -> list[str]:
 
 def results(run_dir: Path) -> pd.DataFrame:
     """Read results.csv."""
-    return pd.read_csv(run_dir / "results.csv", skipinitialspace=True)
+    return pd.read_csv(run_dir / "results.csv")
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:

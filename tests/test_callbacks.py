@@ -75,7 +75,7 @@ def told(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
 def test_events_come_in_order(told: Told) -> None:
     expected = ["TrainStart", *["EpochEnd", "CheckpointSaved"] * EPOCHS, "TrainEnd"]
     assert told.early.kinds() == told.late.kinds() == expected
-    assert [event.epoch for event in told.early.epochs()] == list(range(EPOCHS))
+    assert [event.epoch for event in told.early.epochs()] == list(range(1, EPOCHS + 1))
     assert told.early.events == told.late.events
 
 
@@ -96,7 +96,7 @@ def test_epoch_ends_say_what_results_csv_has(told: Told) -> None:
     fitness = (0.1 * table[FIGURES[2]] + 0.9 * table[FIGURES[3]]).to_numpy()
     best = np.maximum.accumulate(fitness)
     assert len(set(fitness)) == EPOCHS, "different in each epoch, or the test can't tell them apart"
-    for event, (_, row) in zip(told.early.epochs(), table.iterrows(), strict=True):
+    for i, (event, (_, row)) in enumerate(zip(told.early.epochs(), table.iterrows(), strict=True)):
         figures = event.metrics
         assert figures is not None
         assert event.epochs == EPOCHS
@@ -105,13 +105,13 @@ def test_epoch_ends_say_what_results_csv_has(told: Told) -> None:
         assert list(event.train_losses) == list(event.val_losses) == LOSSES
         found = [figures.precision, figures.recall, figures.map50, figures.map]
         assert found == pytest.approx(row[FIGURES].tolist(), rel=1e-5)
-        base, warm = 0.005 * (1 - event.epoch / EPOCHS * (1 - 0.01)), (2 * event.epoch + 1) / 100  # of the recipe
+        base, warm = 0.005 * (1 - i / EPOCHS * (1 - 0.01)), (2 * i + 1) / 100  # of the recipe
         rates = [0.1 + (base - 0.1) * warm, base * warm, base * warm]
         assert dict(event.rates) == pytest.approx({f"lr{k}": rate for k, rate in enumerate(rates)})
         assert row[["x/lr0", "x/lr1", "x/lr2"]].tolist() == pytest.approx(rates, rel=1e-5)
-        assert figures.fitness == pytest.approx(fitness[event.epoch], rel=1e-5)
-        assert event.best_fitness == pytest.approx(best[event.epoch], rel=1e-5)
-        assert event.better == (event.epoch == 0 or best[event.epoch] > best[event.epoch - 1])
+        assert figures.fitness == pytest.approx(fitness[i], rel=1e-5)
+        assert event.best_fitness == pytest.approx(best[i], rel=1e-5)
+        assert event.better == (i == 0 or best[i] > best[i - 1])
         assert figures.class_maps.keys() == {"blue", "red"}
         assert sum(figures.class_maps.values()) / 2 == pytest.approx(figures.map)
         assert 0 < event.seconds < 60
@@ -120,15 +120,15 @@ def test_epoch_ends_say_what_results_csv_has(told: Told) -> None:
 def test_checkpoints_are_whole_when_they_are_told_of(told: Told, tmp_path: Path) -> None:
     ends = {event.epoch: event for event in told.early.epochs()}
     found = [(i, event) for i, event in enumerate(told.early.events) if isinstance(event, CheckpointSaved)]
-    for epoch, (i, event) in enumerate(found):
+    for epoch, (i, event) in enumerate(found, start=1):
         assert (event.epoch, event.better) == (epoch, ends[epoch].better)
         assert event.path == told.results.run_dir / "weights/last.pt"
-        names = ["best.pt"] * event.better + [f"epoch{epoch + 1}.pt"] * (epoch % 2)
+        names = ["best.pt"] * event.better + [f"epoch{epoch}.pt"] * (epoch % 2 == 0)
         assert [path.name for path in event.also] == names
         for name in ["last.pt", *names]:
             path = tmp_path / f"{epoch}-{name}"
             path.write_bytes(told.early.files[i][f"weights/{name}"])
-            assert load_checkpoint(path)["state"]["epoch"] == epoch + 1
+            assert load_checkpoint(path)["state"]["epoch"] == epoch
 
 
 def test_train_end_says_what_there_is(told: Told) -> None:
@@ -159,8 +159,8 @@ def test_a_resumed_run_says_so(told: Told, tmp_path: Path) -> None:
     recorder = Recorder()
     run_dir = shutil.copytree(told.results.run_dir, tmp_path / "copy")
     train_with([recorder], "--resume", run_dir / "weights/epoch2.pt")
-    assert recorder.events[0].resumed_epoch == 2
-    assert [event.epoch for event in recorder.epochs()] == [2, 3, 4]
+    assert recorder.events[0].resumed_epoch == 3
+    assert [event.epoch for event in recorder.epochs()] == [3, 4, 5]
     again = [dataclasses.replace(event, seconds=0) for event in recorder.epochs()]
     assert again == [dataclasses.replace(event, seconds=0) for event in told.early.epochs()[2:]]
     assert results(run_dir).equals(results(told.results.run_dir))
@@ -195,7 +195,7 @@ def test_class_maps_have_the_right_names() -> None:
 
 def test_stop_ends_the_run_after_its_epoch(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All are told of that epoch, the files are those of a run that is over, and the pictures are drawn."""
-    callbacks = [Recorder(ask_after=1), Recorder()]
+    callbacks = [Recorder(ask_after=2), Recorder()]
     done = train_with(callbacks, *flags(data, tmp_path))
     said = capsys.readouterr().out
     assert "Recorder asked to stop after epoch 2 of 5" in said
@@ -203,7 +203,7 @@ def test_stop_ends_the_run_after_its_epoch(data: Path, tmp_path: Path, capsys: p
     for callback in callbacks:
         assert callback.kinds() == ["TrainStart", *["EpochEnd", "CheckpointSaved"] * 2, "TrainEnd"]
     assert {"results.png", "PR_curve.png", "weights/best.pt"} <= callbacks[0].files[-1].keys()
-    assert results(done.run_dir)["epoch"].tolist() == [0, 1]
+    assert results(done.run_dir)["epoch"].tolist() == [1, 2]
     state = load_checkpoint(done.run_dir / "weights/last.pt")["state"]
     assert (state["epoch"], state["stopped"]) == (2, True)
     assert load_checkpoint(done.run_dir / "weights/best.pt")["state"]["epoch"] in (1, 2)
@@ -226,7 +226,7 @@ def test_both_ranks_stop_together(data: Path, tmp_path: Path) -> None:
     assert ranks["0"]["told"] == ["TrainStart", *["EpochEnd", "CheckpointSaved"] * 2, "TrainEnd"]
     assert ranks["1"]["told"] == []
     assert ranks["0"]["trained"] == ranks["1"]["trained"] >= 4  # two micro-batches in each of two epochs
-    assert results(tmp_path / "runs/run")["epoch"].tolist() == [0, 1]
+    assert results(tmp_path / "runs/run")["epoch"].tolist() == [1, 2]
     assert load_checkpoint(tmp_path / "runs/run/weights/last.pt")["state"]["stopped"]
     assert "optimizer" not in load_checkpoint(tmp_path / "runs/run/weights/best.pt")
     assert (tmp_path / "runs/run/results.jsonl").read_text().count("\n") == 3
@@ -243,13 +243,13 @@ def test_a_failing_callback_ends_the_run_with_its_traceback(data: Path, tmp_path
     done = run(command, cwd=PROJECT)
     assert done.returncode == 1
     traceback = done.stderr[done.stderr.rindex("Traceback") :]
-    assert "in on_epoch_end\n    print(1 / (1 - event.epoch))" in traceback
+    assert "in on_epoch_end\n    print(1 / (2 - event.epoch))" in traceback
     assert traceback.strip().endswith("ZeroDivisionError: division by zero")
     assert "FailingLater.on_exception failed as well" in done.stdout
     assert "LookupError: and that after ZeroDivisionError" in done.stdout
     told = json.loads((tmp_path / "0.json").read_text())["told"]
     assert told == ["TrainStart", "EpochEnd", "CheckpointSaved", "EpochEnd", "ExceptionRaised"]
-    assert results(tmp_path / "runs/run")["epoch"].tolist() == [0]  # and can be resumed from there
+    assert results(tmp_path / "runs/run")["epoch"].tolist() == [1]  # and can be resumed from there
     assert load_checkpoint(tmp_path / "runs/run/weights/last.pt")["state"]["epoch"] == 1
 
 

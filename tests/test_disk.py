@@ -79,9 +79,9 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
         train_with([], *flags(data, project, "--save-period", 1, "--seed", seed))
         rows = [json.loads(line) for line in (project / "run/results.jsonl").read_text().splitlines()[1:]]
         fitness = [0.1 * row["metrics/mAP_0.5"] + 0.9 * row["metrics/mAP_0.5:0.95"] for row in rows]
-        better = [epoch for epoch, value in enumerate(fitness) if all(value > other for other in fitness[:epoch])]
+        better = [i + 1 for i, value in enumerate(fitness) if all(value > other for other in fitness[:i])]
         assert [row["epoch"] for row in rows if row["better"]] == better
-        for turn in range(2, EPOCHS - 3):
+        for turn in range(3, EPOCHS - 2):
             if turn in better and turn + 1 not in better:
                 return Whole(project / "run", ("--seed", seed), better, turn)
     raise AssertionError("no seed has such an epoch; choose another recipe")
@@ -130,14 +130,14 @@ class Disk(Callback):
 
 
 def epochs_of(weights: Path) -> dict[str, int]:
-    """The epoch that each checkpoint was saved after, 0-based; each of them loads."""
+    """The epoch that each checkpoint was saved after; each of them loads."""
     names = ("last.pt", "last.prev.pt", "best.pt")
-    return {name: load_checkpoint(weights / name)["state"]["epoch"] - 1 for name in names if (weights / name).exists()}
+    return {name: load_checkpoint(weights / name)["state"]["epoch"] for name in names if (weights / name).exists()}
 
 
 def assert_same_run(whole: Whole, run_dir: Path) -> None:
     """What it leaves is what an undisturbed run leaves."""
-    assert results(run_dir)["epoch"].tolist() == list(range(EPOCHS))
+    assert results(run_dir)["epoch"].tolist() == list(range(1, EPOCHS + 1))
     assert (run_dir / "results.csv").read_text() == (whole.run_dir / "results.csv").read_text()
     for name in ("last.pt", "best.pt"):
         one, other = (load_checkpoint(place / "weights" / name) for place in (whole.run_dir, run_dir))
@@ -172,7 +172,7 @@ def test_full_disk_for_some_epochs(
         assert seen[1] == seen[2] == seen[3] == before
         assert seen[4] == {"last.pt": turn + 2, "last.prev.pt": turn - 1, "best.pt": whole.best(turn + 2)}
         made_up = [] if turn + 2 in whole.better else [turn]
-        assert [event.epoch for event in told.saved] == [*range(turn), *made_up, *range(turn + 2, EPOCHS)]
+        assert [event.epoch for event in told.saved] == [*range(1, turn), *made_up, *range(turn + 2, EPOCHS + 1)]
         assert_same_run(whole, disk / "runs/run")
     said = capsys.readouterr().out
     assert said.count("last.pt was not written: [Errno 28] No space left on device: the checkpoint needs 2 MB") == 2
@@ -194,7 +194,7 @@ def test_best_weights_that_the_disk_did_not_take(data: Path, whole: Whole, tmp_p
             {"last.pt": turn - 1, "last.prev.pt": turn - 2, "best.pt": whole.best(turn - 1)},
             {"last.pt": turn + 1, "last.prev.pt": turn - 1, "best.pt": turn},
         ]
-        assert [(event.path.name, event.epoch, event.better) for event in told.saved[turn : turn + 3]] == [
+        assert [(event.path.name, event.epoch, event.better) for event in told.saved[turn - 1 : turn + 2]] == [
             ("best.pt", turn, True),
             ("last.pt", turn + 1, False),
             ("last.pt", turn + 2, turn + 2 in whole.better),
@@ -212,7 +212,7 @@ def test_disk_that_stays_full(data: Path, whole: Whole, tmp_path: Path, capsys: 
         assert ended_by(info.value) == 1
         assert epochs_of(run_dir / "weights") == {"last.pt": turn, "last.prev.pt": turn - 1, "best.pt": turn}
         said = capsys.readouterr().out
-        assert said.count("last.pt was not written: [Errno 28] No space left on device: ") == EPOCHS - turn - 1
+        assert said.count("last.pt was not written: [Errno 28] No space left on device: ") == EPOCHS - turn
         assert "best.pt still holds the state of the run" in said
         (disk / "filler").unlink()
         train_with([], "--resume", run_dir)
@@ -232,7 +232,7 @@ def test_a_disk_that_never_takes_a_checkpoint(data: Path, tmp_path: Path, capsys
     assert said.count("last.pt was not written: [Errno 27] File too large: the checkpoint needs 2 MB") == 2
     assert "never finite" not in said
     assert os.listdir(tmp_path / "run/weights") == []
-    assert results(tmp_path / "run")["epoch"].tolist() == [0, 1]
+    assert results(tmp_path / "run")["epoch"].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -308,7 +308,7 @@ def test_several_ranks_and_a_disk_that_takes_nothing(data: Path, tmp_path: Path)
     assert done.stderr.count(f"error: the last checkpoint of {tmp_path}/run was not written") == 1
     assert done.stdout.count("last.pt was not written: [Errno 27] File too large: ") == 2
     assert os.listdir(tmp_path / "run/weights") == []
-    assert results(tmp_path / "run")["epoch"].tolist() == [0, 1]
+    assert results(tmp_path / "run")["epoch"].tolist() == [1, 2]
 
 
 # Disks that refuse ----------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_disk_that_becomes_read_only(
         told = Disk({turn - 1: [lambda: remount("ro")], turn + 1: [lambda: remount("rw")]})
         train_with([told], *flags(data, tmp_path, "--exist-ok", *whole.flags))
         # The best.pt of the turn is made up for.
-        assert [event.epoch for event in told.saved] == [*range(turn - 1), turn, *range(turn + 1, EPOCHS)]
+        assert [event.epoch for event in told.saved] == [*range(1, turn - 1), turn, *range(turn + 1, EPOCHS + 1)]
         assert_same_run(whole, tmp_path / "run")
     said = capsys.readouterr().out
     assert said.count("weights/last.pt was not written: [Errno 30] Read-only file system: ") == 2
@@ -342,7 +342,7 @@ def test_folder_that_may_not_be_written_any_more(
     weights = tmp_path / "runs/run/weights"
     (tmp_path / "runs").mkdir()
     os.chown(tmp_path / "runs", NOBODY, NOBODY)
-    told = Disk({1: [lambda: weights.chmod(0o555)], 3: [lambda: weights.chmod(0o755)]})
+    told = Disk({2: [lambda: weights.chmod(0o555)], 4: [lambda: weights.chmod(0o755)]})
     with as_nobody(tmp_path), as_nobody_reads(data.parent):
         train_with([told], *flags(data, tmp_path / "runs", *whole.flags))
     assert_same_run(whole, tmp_path / "runs/run")
@@ -578,7 +578,7 @@ def test_two_runs_in_one_folder(data: Path, tmp_path: Path) -> None:
     train_with([], "--resume", run_dir, "--epochs", done + 1)
     assert load_checkpoint(run_dir / "weights/last.pt")["state"]["epoch"] == done + 1
     train_with([], *line, "--epochs", 1, "--exist-ok")
-    assert results(run_dir)["epoch"].tolist() == [0]
+    assert results(run_dir)["epoch"].tolist() == [1]
 
 
 def test_lock_on_a_full_disk(tmp_path: Path) -> None:

@@ -75,11 +75,11 @@ def read_scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 def test_jsonl_has_the_rows_of_results_csv(whole: Path) -> None:
     first, rows = read_jsonl(whole)
     header, *lines = (whole / "results.csv").read_text().splitlines()
-    columns = [cell.strip() for cell in header.split(",")]
+    columns = header.split(",")
     assert len(rows) == len(lines) == EPOCHS
     for row, line in zip(rows, lines, strict=True):
         assert list(row) == [*columns, *MORE]
-        assert [f"{row[column]:.6g}" for column in columns] == [cell.strip() for cell in line.split(",")]
+        assert [f"{row[column]:.6g}" for column in columns] == line.split(",")
         assert row["class_maps"].keys() == {"blue", "red"}
     fitness = [0.1 * row["metrics/mAP_0.5"] + 0.9 * row["metrics/mAP_0.5:0.95"] for row in rows]
     assert [row["best_fitness"] for row in rows] == pytest.approx([max(fitness[: i + 1]) for i in range(EPOCHS)])
@@ -106,7 +106,7 @@ def test_results_csv_is_always_written(data: Path, tmp_path: Path) -> None:
     assert [type(logger) for logger in loggers_from_names([])] == [CsvLogger]
     assert [type(logger) for logger in loggers_from_names(["jsonl", "csv", "jsonl"])] == [CsvLogger, JsonlLogger]
     train_with([], *flags(data, tmp_path, "--noplots", "--epochs", 1))
-    assert results(tmp_path / "run")["epoch"].tolist() == [0]
+    assert results(tmp_path / "run")["epoch"].tolist() == [1]
     assert not list((tmp_path / "run").glob("*.jsonl"))
 
 
@@ -129,7 +129,7 @@ def test_killed_and_resumed_gives_the_same_rows(data: Path, whole: Path, tmp_pat
     first, rows = read_jsonl(run_dir)
     assert without_seconds(rows) == without_seconds(read_jsonl(whole)[1][:2])
     with (run_dir / "results.jsonl").open("a") as file:
-        file.write(json.dumps(rows[1] | {"epoch": 2}) + '\n{"epoch": 3, "train/box')
+        file.write(json.dumps(rows[1] | {"epoch": 3}) + '\n{"epoch": 4, "train/box')
 
     train_with([], "--resume", run_dir)
     assert read_jsonl(run_dir)[0] == first
@@ -189,16 +189,16 @@ def test_a_logger_can_join_a_resumed_run(data: Path, tmp_path: Path) -> None:
     train_with([], *flags(data, tmp_path, "--noplots", "--save-period", 1, "--epochs", 2))
     train_with([], "--resume", tmp_path / "run/weights/epoch1.pt", "--loggers", "jsonl")
     first, rows = read_jsonl(tmp_path / "run")
-    assert (first["flags"]["loggers"], [row["epoch"] for row in rows]) == (["jsonl"], [1])
+    assert (first["flags"]["loggers"], [row["epoch"] for row in rows]) == (["jsonl"], [2])
 
 
 def test_a_new_run_in_an_old_folder_starts_anew(data: Path, whole: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(whole, tmp_path / "run")
     train_with([], *flags(data, tmp_path, "--noplots", "--exist-ok", "--epochs", 1, "--loggers", *NAMES))
     first, rows = read_jsonl(run_dir)
-    assert (first["epochs"], [row["epoch"] for row in rows]) == (1, [0])
+    assert (first["epochs"], [row["epoch"] for row in rows]) == (1, [1])
     if HAVE_TENSORBOARD:
-        assert {step for values in read_scalars(run_dir).values() for step, _ in values} == {0}
+        assert {step for values in read_scalars(run_dir).values() for step, _ in values} == {1}
         assert len(list(run_dir.glob("events.out.tfevents.*"))) == 1
 
 
@@ -235,17 +235,17 @@ def test_jsonl_is_strict_json(tmp_path: Path) -> None:
         (b'{"run_dir": "r", "epo', 9),
         (b"\xff\xfe\n[1]\n3\n\n", 9),
         (b'{"flags": {"epochs": 8}}', 9),
-        (b'{"flags": {"epochs": 8}}\n{"epoch": 0}', 8),
+        (b'{"flags": {"epochs": 8}}\n{"epoch": 1}', 8),
     ],
 )
 def test_jsonl_mends_what_a_dead_run_left(left: bytes, epochs: int, tmp_path: Path) -> None:
     """A line counts when it is a whole one."""
     (tmp_path / "results.jsonl").write_bytes(left)
     logger = JsonlLogger()
-    logger.on_train_start(start(tmp_path, resumed_epoch=1))
-    logger.on_epoch_end(end(1))
+    logger.on_train_start(start(tmp_path, resumed_epoch=2))
+    logger.on_epoch_end(end(2))
     first, rows = read_jsonl(tmp_path)
-    assert (first["flags"], [row["epoch"] for row in rows]) == ({"epochs": epochs}, [1])
+    assert (first["flags"], [row["epoch"] for row in rows]) == ({"epochs": epochs}, [2])
     assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
 
 

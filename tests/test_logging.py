@@ -1,5 +1,6 @@
 """The log, results.csv, and meters that stay on the device."""
 
+import csv
 import logging
 import os
 import subprocess
@@ -22,7 +23,7 @@ def row(epoch: int, value: float = 0.5) -> dict[str, float]:
 
 
 def read(path: Path) -> pd.DataFrame:
-    return pd.read_csv(path, skipinitialspace=True)
+    return pd.read_csv(path)
 
 
 # ---- log ----
@@ -81,20 +82,20 @@ def test_lines_go_above_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> No
 # ---- results.csv ----
 
 
-def test_results_look_like_yolov5s(tmp_path: Path) -> None:
+def test_results_are_a_plain_table(tmp_path: Path) -> None:
+    """The names of the columns are keys as they stand there (ultralytics/ultralytics PR 16808)."""
     log = CsvLog(tmp_path / "results.csv", COLUMNS)
-    log.append(row(0, 1 / 3))
+    log.append(row(1, 1 / 3))
     text = (tmp_path / "results.csv").read_text()
-    expected = "               epoch,      train/box_loss,metrics/mAP_0.5:0.95\n"
-    expected += "                   0,            0.333333,            0.166667\n"
-    assert text == expected
-    table = read(tmp_path / "results.csv")
-    assert list(table.columns) == list(COLUMNS)
+    assert text == "epoch,train/box_loss,metrics/mAP_0.5:0.95\n1,0.333333,0.166667\n"
+    assert pd.read_csv(tmp_path / "results.csv")["epoch"].tolist() == [1]
+    with (tmp_path / "results.csv").open(newline="") as file:
+        assert [one["train/box_loss"] for one in csv.DictReader(file)] == ["0.333333"]
 
 
 def test_a_fresh_run_starts_an_empty_table(tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
-    CsvLog(path, COLUMNS).append(row(0))
+    CsvLog(path, COLUMNS).append(row(1))
     assert len(read(path)) == 1
     CsvLog(path, COLUMNS)
     assert len(read(path)) == 0
@@ -104,33 +105,33 @@ def test_an_epoch_done_again_has_one_row(tmp_path: Path) -> None:
     """Killed between row and checkpoint, a run does an epoch twice (ultralytics/ultralytics#22364, rf-detr#1321)."""
     path = tmp_path / "results.csv"
     log = CsvLog(path, COLUMNS)
-    for epoch in range(4):
+    for epoch in range(1, 5):
         log.append(row(epoch))
     resumed = CsvLog(path, COLUMNS, keep_epochs=2)
-    assert list(read(path)["epoch"]) == [0, 1]
-    resumed.append(row(2, 9.0))
+    assert list(read(path)["epoch"]) == [1, 2]
+    resumed.append(row(3, 9.0))
     table = read(path)
-    assert list(table["epoch"]) == [0, 1, 2]
+    assert list(table["epoch"]) == [1, 2, 3]
     assert list(table["train/box_loss"]) == [0.5, 0.5, 9.0]
     resumed.trim(1)
-    assert list(read(path)["epoch"]) == [0]
+    assert list(read(path)["epoch"]) == [1]
     assert [entry.name for entry in tmp_path.iterdir()] == ["results.csv"]
 
 
 def test_a_torn_row_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
-    CsvLog(path, COLUMNS).append(row(0))
+    CsvLog(path, COLUMNS).append(row(1))
     with path.open("a") as file:
-        file.write("                   1,                 0.5,                 0.2")  # the run died here
-    CsvLog(path, COLUMNS, keep_epochs=5).append(row(1))
-    assert list(read(path)["epoch"]) == [0, 1]
+        file.write("2,0.5,0.2")  # the run died here
+    CsvLog(path, COLUMNS, keep_epochs=5).append(row(2))
+    assert list(read(path)["epoch"]) == [1, 2]
     assert list(read(path)["metrics/mAP_0.5:0.95"]) == [0.25, 0.25]
 
 
 def test_new_columns_stay_empty_in_old_rows(tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
-    CsvLog(path, COLUMNS[:2]).append({"epoch": 0, "train/box_loss": 0.5})
-    CsvLog(path, COLUMNS, keep_epochs=1).append(row(1))
+    CsvLog(path, COLUMNS[:2]).append({"epoch": 1, "train/box_loss": 0.5})
+    CsvLog(path, COLUMNS, keep_epochs=1).append(row(2))
     table = read(path)
     assert list(table["train/box_loss"]) == [0.5, 0.5]
     assert table["metrics/mAP_0.5:0.95"].isna().tolist() == [True, False]
@@ -139,7 +140,7 @@ def test_new_columns_stay_empty_in_old_rows(tmp_path: Path) -> None:
 def test_a_row_has_all_columns(tmp_path: Path) -> None:
     log = CsvLog(tmp_path / "results.csv", COLUMNS)
     with pytest.raises(AssertionError, match="train/box_loss"):
-        log.append({"epoch": 0, "metrics/mAP_0.5:0.95": 1.0})
+        log.append({"epoch": 1, "metrics/mAP_0.5:0.95": 1.0})
 
 
 def test_no_file_to_keep_rows_of(tmp_path: Path) -> None:

@@ -113,27 +113,27 @@ def break_matplotlib(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -
 
 def results_of(folder: Path) -> Plots:
     """A run with two epochs in its results.csv."""
-    (folder / "results.csv").write_text("epoch,train/box_loss\n0,0.5\n1,0.4\n")
+    (folder / "results.csv").write_text("epoch,train/box_loss\n1,0.5\n2,0.4\n")
     return Plots(folder, ["a", "b"])
 
 
 def test_results_are_drawn_now_and_then_and_at_the_end(tmp_path: Path) -> None:
     with results_of(tmp_path) as plots:
-        plots.end_epoch(3, None, final=False)
+        plots.end_epoch(4, None, final=False)
         assert plots._process is None and not plots._jobs
-        plots.end_epoch(9, 1, final=False)
+        plots.end_epoch(10, 2, final=False)
         assert plots._process is not None
     check_pictures(tmp_path, {"results.png"})
     (tmp_path / "results.png").unlink()
     with results_of(tmp_path) as plots:
-        plots.end_epoch(3, None, final=True)
+        plots.end_epoch(4, None, final=True)
     check_pictures(tmp_path, {"results.png"})
 
 
 def test_one_bad_picture_does_not_cost_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with results_of(tmp_path) as plots:
         plots._add("broken.png", "results", path=str(tmp_path / "nowhere.csv"), best_epoch=None)
-        plots.end_epoch(0, None, final=True)
+        plots.end_epoch(1, None, final=True)
     check_pictures(tmp_path, {"results.png"})
     out = capsys.readouterr().out
     assert out.count("WARNING") == 1 and "broken.png (FileNotFoundError" in out
@@ -144,7 +144,7 @@ def test_a_killed_process_is_one_warning(
 ) -> None:
     break_matplotlib(tmp_path, monkeypatch, "import os; os.kill(os.getpid(), 9)")
     with results_of(tmp_path) as plots:
-        plots.end_epoch(0, None, final=True)
+        plots.end_epoch(1, None, final=True)
     assert capsys.readouterr().out == (
         "WARNING: pictures of the run are missing: the process that draws them ended with status -9\n"
     )
@@ -155,7 +155,7 @@ def test_a_process_that_cannot_be_started_is_one_warning(
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
     with results_of(tmp_path) as plots:
-        plots.end_epoch(0, None, final=True)
+        plots.end_epoch(1, None, final=True)
     assert capsys.readouterr().out.startswith("WARNING: pictures of the run are missing: ")
 
 
@@ -164,9 +164,9 @@ def test_never_two_processes_and_nobody_waits(tmp_path: Path, monkeypatch: pytes
     break_matplotlib(tmp_path, monkeypatch, "import time; time.sleep(600)")
     start = time.monotonic()
     plots = results_of(tmp_path)
-    plots.end_epoch(9, None, final=False)
+    plots.end_epoch(10, None, final=False)
     process = plots._process
-    plots.end_epoch(19, None, final=False)
+    plots.end_epoch(20, None, final=False)
     assert process is not None and plots._process is process and process.poll() is None and len(plots._jobs) == 1
     plots.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert process.returncode == -9
@@ -179,7 +179,7 @@ def test_a_process_that_hangs_is_ended(
     break_matplotlib(tmp_path, monkeypatch, "import time; time.sleep(600)")
     monkeypatch.setattr("utils.plots.PATIENCE", 1)
     with results_of(tmp_path) as plots:
-        plots.end_epoch(0, None, final=True)
+        plots.end_epoch(1, None, final=True)
     assert "status -9" in capsys.readouterr().out
 
 

@@ -109,7 +109,7 @@ def test_run_folder(whole: Finished) -> None:
         *("epoch", "train/box_loss", "train/obj_loss", "train/cls_loss", *FIGURES),
         *("val/box_loss", "val/obj_loss", "val/cls_loss", "x/lr0", "x/lr1", "x/lr2"),
     ]
-    assert table["epoch"].tolist() == [0, 1, 2]
+    assert table["epoch"].tolist() == [1, 2, 3]
     assert np.isfinite(table.to_numpy()).all()
     assert (table.iloc[:, 1:3].to_numpy() > 0).all()
     options = yaml.safe_load((whole.run_dir / "opt.yaml").read_text())
@@ -561,7 +561,7 @@ def test_a_window_with_nan_leaves_no_trace(
         assert "model.model.3.conv.weight holds NaN or infinity" in said
         assert "the checkpoint before it stays" in said
         assert run.state.best_fitness == -1.0  # else best.pt would wait for better weights than were saved
-        assert results(run.run_dir)["epoch"].tolist() == [0, 1, 2, 3]
+        assert results(run.run_dir)["epoch"].tolist() == [1, 2, 3, 4]
 
 
 def spoil_forward(start: int) -> RemovableHandle:
@@ -648,7 +648,7 @@ def test_what_only_the_state_shows(data: Path, tmp_path: Path, part: str, capsys
         assert saved["state"]["epoch"] == 1
         assert not non_finite(saved["model"], "")
     assert sorted(path.name for path in weights.iterdir()) == ["best.pt", "last.pt"]
-    assert results(tmp_path / "run")["epoch"].tolist() == [0, 1, 2]
+    assert results(tmp_path / "run")["epoch"].tolist() == [1, 2, 3]
 
 
 # The thread that writes -----------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class TrainStart:
         rates: names of the learning rates, one for each parameter group.
         flags: every flag with its value.
         hyp: every hyperparameter with its value.
-        resumed_epoch: the epoch that a resumed run goes on with; None in a new run. That epoch, or later ones, may have
+        resumed_epoch: the epoch, from 1, that a resumed run goes on with; None in a new run. That epoch, or later ones, may have
             been told of before the run stopped.
     """
 
@@ -80,7 +80,7 @@ class EpochEnd:
     """An epoch was trained and, where it was due, validated; nothing of it is saved yet.
 
     Attributes:
-        epoch: 0-based.
+        epoch: its number, from 1.
         epochs: of the whole run.
         train_losses: means over the epoch by name; nan if none was finite.
         val_losses: the same over the validation split; {} without a validation.
@@ -108,7 +108,7 @@ class CheckpointSaved:
 
     Attributes:
         path: of last.pt; of best.pt where the disk had not taken that with its own last.pt.
-        epoch: that it was saved after, 0-based.
+        epoch: that it was saved in or after, from 1.
         better: whether its weights are the best so far.
         also: further files with the same content: best.pt, epochN.pt.
     """
@@ -245,7 +245,7 @@ class Callbacks:
             if callback.may_stop and self._tell(callback, "on_epoch_end", event) is STOP
         ]
         if asking:
-            get_logger().info(f"{' and '.join(asking)} asked to stop after epoch {event.epoch + 1} of {event.epochs}")
+            get_logger().info(f"{' and '.join(asking)} asked to stop after epoch {event.epoch} of {event.epochs}")
         return bool(asking)
 
     def log_epoch(self, event: EpochEnd) -> None:

@@ -279,7 +279,7 @@ def results_chart(path: str, best_epoch: int | None) -> Figure:
             axes.legend()
         if place >= len(charts) - wide:
             axes.set_xlabel("epoch")
-    best = f"; dotted: best.pt, epoch {best_epoch} counted from 0" if best_epoch is not None else ""
+    best = f"; dotted: best.pt, epoch {best_epoch}" if best_epoch is not None else ""
     figure.supxlabel(f"thin: as measured, bold: smoothed{best}", fontsize=10, color=INK)
     return figure
 

@@ -82,7 +82,7 @@ class CsvLogger(FileLogger):
 
     def on_train_start(self, event: TrainStart) -> None:
         """Make the file, or cut off the epochs that are done again."""
-        self._log = CsvLog(event.run_dir / "results.csv", columns(event), keep_epochs=event.resumed_epoch or 0)
+        self._log = CsvLog(event.run_dir / "results.csv", columns(event), keep_epochs=(event.resumed_epoch or 1) - 1)
 
     def on_epoch_end(self, event: EpochEnd) -> Stop | None:
         """Add a row; what was not measured is nan."""
@@ -157,7 +157,7 @@ def _wait_for_a_later_name(run_dir: Path) -> None:
 
 
 class TensorBoardLogger(FileLogger):
-    """Event files in the run folder, for ``tensorboard --logdir runs/train``; steps are epochs, 0-based.
+    """Event files in the run folder, for ``tensorboard --logdir runs/train``; steps are epochs, counted from 1.
 
     Raises:
         UserError: TensorBoard is not installed.
@@ -184,8 +184,8 @@ class TensorBoardLogger(FileLogger):
         with self._or_warn(TENSORBOARD):
             _wait_for_a_later_name(event.run_dir)
             self._writer = self._make(self._run_dir, purge_step=event.resumed_epoch)
-            self._writer.add_text("run/flags", _table(event.flags), event.resumed_epoch or 0)
-            self._writer.add_text("run/hyperparameters", _table(event.hyp), event.resumed_epoch or 0)
+            self._writer.add_text("run/flags", _table(event.flags), event.resumed_epoch or 1)
+            self._writer.add_text("run/hyperparameters", _table(event.hyp), event.resumed_epoch or 1)
 
     def on_epoch_end(self, event: EpochEnd) -> Stop | None:
         """Write what was measured; also what a killed run leaves can be read."""

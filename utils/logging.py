@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-COLUMN_WIDTH = 20  # as in YOLOv5's results.csv
-
 
 class _Handler(logging.Handler):
     """Writes to the stdout of the moment, above a progress bar if there is one."""
@@ -47,12 +45,12 @@ def get_logger(rank: int | None = None) -> logging.Logger:
 
 
 class CsvLog:
-    """results.csv: one row per epoch, columns padded so that people can read the file too.
+    """results.csv: a plain table of one row per epoch, which are counted from 1.
 
     Args:
         path: the file; made or cut to the kept rows at once.
         columns: names in order; the first is ``epoch``.
-        keep_epochs: rows of epochs below it are kept; a resumed run names its first epoch, so that an epoch that is
+        keep_epochs: rows up to this epoch are kept; a resumed run names the last that is done, so that an epoch that is
             done again has one row (ultralytics/ultralytics#22364, roboflow/rf-detr#1321). 0 = start afresh.
         enabled: whether this rank writes; the others' logs do nothing.
     """
@@ -79,13 +77,13 @@ class CsvLog:
         self._rows_due.clear()
 
     def trim(self, epoch: int) -> None:
-        """Remove the rows of this epoch and of later ones, and what is not a whole row (a run may die while it writes).
+        """Remove the rows behind this epoch, and what is not a whole row (a run may die while it writes).
 
         Columns are matched by name: those that the file lacks stay empty in the rows that are kept.
         """
         lines = [_line(self.columns)]
         lines += [
-            _line(row.get(name, "") for name in self.columns) for row in self._rows() if int(row["epoch"]) < epoch
+            _line(row.get(name, "") for name in self.columns) for row in self._rows() if int(row["epoch"]) <= epoch
         ]
         beside = self.path.with_name(f"{self.path.name}.tmp")
         beside.write_text("".join(lines), encoding="utf-8")
@@ -126,7 +124,7 @@ def _cell(value: float) -> str:
 
 
 def _line(cells: Iterable[str]) -> str:
-    return ",".join(f"{cell:>{COLUMN_WIDTH}}" for cell in cells) + "\n"
+    return ",".join(cells) + "\n"
 
 
 class DeviceMeter:

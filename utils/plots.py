@@ -130,13 +130,13 @@ class Plots:
         """Show results.csv in ``results.png`` now and then, and have drawn what waits.
 
         Args:
-            epoch: that ended.
-            best_epoch: of best.pt; None if there is none.
+            epoch: that ended, from 1.
+            best_epoch: of best.pt, from 1; None if there is none.
             final: whether it was the last one.
         """
         if not self.enabled:
             return
-        if final or (epoch + 1) % RESULTS_EVERY == 0:
+        if final or epoch % RESULTS_EVERY == 0:
             path = str(self.run_dir / "results.csv")
             self._add("results.png", "results", path=path, best_epoch=best_epoch)
         self.draw()

@@ -27,7 +27,7 @@ def train_start(run: Run, losses: Sequence[str], resumed: bool) -> TrainStart:
         rates=tuple(rates(run, run.state.epoch)),
         flags=config_to_dict(run.config),
         hyp=config_to_dict(run.hyp),
-        resumed_epoch=run.state.epoch if resumed else None,
+        resumed_epoch=run.state.epoch + 1 if resumed else None,
     )
 
 
@@ -44,7 +44,7 @@ def epoch_end(
         seconds: that the epoch took.
     """
     return EpochEnd(
-        epoch=run.state.epoch,
+        epoch=run.state.epoch + 1,
         epochs=run.config.epochs,
         train_losses=dict(losses),
         val_losses={} if evaluation is None else dict(zip(losses, evaluation.losses, strict=True)),
