@@ -228,7 +228,13 @@ def load_model(path: Path, env: DistEnv, flag: str = "") -> tuple[DetectionModel
     Raises:
         UserError: the file is damaged, holds no weights, or does not say for which network.
     """
-    checkpoint = load_weights(path, env, flag)
+    return build_model(load_weights(path, env, flag), path, env, flag)
+
+
+def build_model(
+    checkpoint: Mapping[str, Any], path: Path, env: DistEnv, flag: str = ""
+) -> tuple[DetectionModel, Family, int]:
+    """Build the network of weights that have been read; see `load_model`."""
     shown = f"{flag} {path}".lstrip()
     if "why_no_spec" in checkpoint:
         raise UserError(f"{shown} {checkpoint['why_no_spec']}")

@@ -53,6 +53,14 @@ class Detect(nn.Module):
             bias[:, 4] = math.log(8 / (640 / stride) ** 2)
             bias[:, 5:] = math.log(0.6 / (self.num_classes - 0.99999))
 
+    @torch.no_grad()
+    def reorder_classes(self, order: Sequence[int]) -> None:
+        """Let class i be what class ``order[i]`` was."""
+        outputs = [*range(5), *(5 + place for place in order)]
+        for parameter in self.m.parameters():
+            by_anchor = parameter.unflatten(0, (self.num_anchors, self.num_outputs))
+            parameter.copy_(by_anchor[:, outputs].flatten(0, 1))
+
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
         """Return the raw outputs of the L levels, (B, A, H, W, 5 + C) [x, y, w, h, objectness, classes] logits.
 

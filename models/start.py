@@ -1,6 +1,7 @@
 """How a network gets ready to train: where its structure and weights come from, and what of it stays as it is."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from logging import INFO, WARNING
 from pathlib import Path
@@ -12,6 +13,7 @@ from models.families import Family, family_of, load_weights, weights_of
 from models.yolo import DetectionModel, load_state
 from utils.config import LARGEST_IMGSZ, TrainConfig, find_yaml, load_yaml
 from utils.errors import UserError
+from utils.jobs import shown_weights
 from utils.logging import get_logger
 from utils.torch_utils import ALONE, BatchPlan
 
@@ -37,6 +39,24 @@ def network_spec(cfg: str, weights: str, checkpoint: Mapping[str, Any] | None) -
         why = checkpoint.get("why_no_spec", "does not say which network it is for")
         raise UserError(f"--weights {weights} {why}; add --cfg")
     return spec
+
+
+def trained_on(checkpoint: Mapping[str, Any], weights: str) -> str:
+    """Return the data set YAML that weights were trained on, if it is there.
+
+    Args:
+        checkpoint: content of ``--weights``, as `load_weights` gives it.
+        weights: the flag, for messages.
+
+    Raises:
+        UserError: it is not there, or the weights don't say.
+    """
+    config = checkpoint.get("config")
+    data = config.get("data") if isinstance(config, Mapping) else None
+    if isinstance(data, str) and os.path.isfile(data):
+        return data
+    why = f"were trained on {data}, which is not there" if data else "don't say what they were trained on"
+    raise UserError(f"--data is missing: name the data set; the weights {shown_weights(weights)} {why}")
 
 
 def with_anchor_count(spec: Mapping[str, Any], per_level: int) -> Mapping[str, Any]:

@@ -43,6 +43,7 @@ ROWS = (
     ),
     (
         "utils.charts",
+        "utils.class_names",
         "utils.checkpoint_files",
         "utils.downloads",
         "utils.index_arrays",

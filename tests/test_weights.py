@@ -63,7 +63,7 @@ def start(weights: Path, cfg: str = "", classes: int = 3) -> DetectionModel:
     problems, names = Problems(), [f"c{number}" for number in range(classes)]
     data = DataConfig(Path("x.yaml"), Path(), [], [], names)
     config = build_config(TrainConfig, {"weights": str(weights), "cfg": cfg})
-    model = read_network(config, ALONE, Hyp(), data, None, problems)
+    model = read_network(config, ALONE, Hyp(), data, None, problems, [])
     problems.raise_if_any()
     assert model is not None
     return model

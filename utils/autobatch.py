@@ -191,7 +191,7 @@ def training_step(config: TrainConfig, device: torch.device, meter: Meter) -> Ca
     env = DistEnv(device=device)
     hyp: Hyp | None = problems.attempt(lambda: load_hyp(config.hyp))
     data = problems.attempt(lambda: load_data(config.data, config.single_cls))
-    raw_model = read_network(config, env, hyp, data, None, problems)
+    raw_model = read_network(config, env, hyp, data, None, problems, [])
     problems.raise_if_any()
     assert hyp is not None and raw_model is not None
     family, precision = family_of(raw_model.yaml), choose_precision(config.amp, device)

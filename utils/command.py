@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from models.start import check_launchable
+from models.families import load_weights
+from models.start import check_launchable, trained_on
 from utils.autobatch import automatic_batch
 from utils.config import AUTOMATIC, TrainConfig
 from utils.data_config import build_train_config
@@ -18,7 +19,7 @@ from utils.logging import get_logger
 from utils.restarts import this_life
 from utils.resume import RESUMABLE_FLAGS, check_ranks, resume
 from utils.run_folder import has_checkpoint, how_to_go_on, was_stopped
-from utils.torch_utils import DistEnv, once, split_global_batch
+from utils.torch_utils import ALONE, DistEnv, once, split_global_batch
 
 
 def settings(given: Mapping[str, Any], env: DistEnv) -> tuple[TrainConfig | None, dict[str, Any] | None]:
@@ -35,8 +36,23 @@ def settings(given: Mapping[str, Any], env: DistEnv) -> tuple[TrainConfig | None
             "share the batch anyway (DDP)"
         )
     if not given.get("resume"):
-        return build_train_config(given), None
+        return build_train_config(with_data(given, env)), None
     return (None, None) if env.launched else resume(given)
+
+
+def with_data(given: Mapping[str, Any], env: DistEnv) -> Mapping[str, Any]:
+    """Return flags that name a data set wherever a training starts from weights: those were trained on one.
+
+    Raises:
+        UserError: the weights can't be read, or name no data set that is there.
+    """
+    weights = given.get("weights")
+    if not weights or given.get("data"):
+        return given
+    data = trained_on(load_weights(Path(weights), ALONE), weights)
+    if not env.launched:  # what a launcher started says it in its header only
+        get_logger().info(f"data        {data}, what the weights were trained on (--data)")
+    return {**given, "data": data}
 
 
 def places(given: Mapping[str, Any], config: TrainConfig | None, env: DistEnv) -> tuple[str, list[torch.device]]:

@@ -11,27 +11,31 @@ from typing import Any
 
 import torch
 
-from models.families import Family, build_network, family_of, load_model, load_weights
+from models.families import Family, build_model, build_network, family_of, load_weights
 from models.memory import check_batch
-from models.start import check_imgsz, fit_imgsz, freeze, network_spec, start_from, with_anchor_count
+from models.start import check_imgsz, fit_imgsz, freeze, network_spec, start_from, trained_on, with_anchor_count
 from models.yolo import DetectionModel, load_state
 from utils.callbacks import Callback
 from utils.checkpoint_files import checkpoint_bytes
+from utils.class_names import Match, check_measurable, check_names
 from utils.compilation import check_compiler
 from utils.config import ROOT, Hyp, TrainConfig, ValConfig, build_config, config_to_dict, load_hyp
 from utils.data_config import DataConfig, is_fetched, load_data
 from utils.data_parallel import replica_devices
+from utils.data_report import Problem
 from utils.dataset import LabelIndex, check_same_data, open_splits
 from utils.devices import check_half
 from utils.errors import Problems, UserError
 from utils.heartbeat import Phase, beat
 from utils.images import depth_doubts
+from utils.jobs import shown_weights
 from utils.loggers import loggers_from_names
 from utils.logging import get_logger
 from utils.order import max_imgsz
 from utils.preflight import check_disk, check_run_folder
 from utils.steps import Precision, choose_precision
 from utils.torch_utils import (
+    ALONE,
     BatchPlan,
     DistEnv,
     all_gather_objects,
@@ -55,6 +59,7 @@ class TrainInputs:
     train_index: LabelIndex
     val_index: LabelIndex
     loggers: list[Callback]  # rank 0's
+    findings: list[Problem]  # on the names of the classes
 
 
 def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | None = None) -> TrainInputs:
@@ -83,7 +88,8 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
     data = problems.attempt(lambda: load_data(config.data, config.single_cls, allowed))
     if resumed and data is not None and data.names != resumed["names"]:
         problems.add(f"--resume: the class names in {data.path} are no longer those of the run")
-    raw_model = read_network(config, env, hyp, data, resumed, problems)
+    findings: list[Problem] = []
+    raw_model = read_network(config, env, hyp, data, resumed, problems, findings)
     known = data if plan is not None else None  # a batch that can't be shared out is not worth reading labels for
     indexes = read_labels(known, ("train", "val"), config.strict, env, problems)
     beat(Phase.SET_UP)
@@ -95,12 +101,12 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
 
     family, imgsz = family_of(raw_model.yaml), fit_imgsz(config.imgsz, raw_model)
     inputs = TrainInputs(
-        hyp, data, plan, precision, family, raw_model, imgsz, indexes["train"], indexes["val"], loggers or []
+        hyp, data, plan, precision, family, raw_model, imgsz, indexes["train"], indexes["val"], loggers or [], findings
     )
     check_machine(config, inputs, env, folder, problems)
     share_problems(problems, env)
     doubts = [*doubts_about_depth(indexes, env), *doubts_about_splits(indexes["train"], indexes["val"], env)]
-    for doubt in [*data.doubts, *doubts]:
+    for doubt in [*data.doubts, *findings, *doubts]:
         get_logger().warning(doubt)
     return inputs
 
@@ -125,7 +131,7 @@ def doubts_about_splits(train: LabelIndex, val: LabelIndex, env: DistEnv) -> lis
         return []
     return [
         f"{len(both)} of the {len(val)} images in val are in train too, such as {both[0]}: the figures tell how well "
-        "they were learned by heart; name images in val that are not trained on"
+        "they were learned by heart; name images in val that are not trained on",
     ]
 
 
@@ -186,6 +192,7 @@ def read_network(
     data: DataConfig | None,
     resumed: Mapping[str, Any] | None,
     problems: Problems,
+    findings: list[Problem],
 ) -> DetectionModel | None:
     """Build the network with its weights on the device; without a data set to see whether that is possible.
 
@@ -196,15 +203,16 @@ def read_network(
         data: None if something is wrong with it.
         resumed: as in `read_inputs`.
         problems: where mistakes go.
+        findings: where it goes if the classes of ``--weights`` have other names, or another order.
     """
-    weights = resumed
+    weights, shown = resumed, shown_weights(config.weights)
     if resumed is None and config.weights:
         weights = problems.attempt(lambda: load_weights(Path(config.weights), env))
     spec = problems.attempt(lambda: _spec(config, hyp, weights, resumed))
     if spec is None:
         return None
     names = ["?"] if data is None else data.names
-    from_file = f"--cfg {config.cfg}" if config.cfg else f"--weights {config.weights}"
+    from_file = f"--cfg {config.cfg}" if config.cfg else f"--weights {shown}"
     where = from_file if resumed is None else f"--resume {resumed['path']}"
     raw_model = problems.attempt(lambda: build_network(spec, names, where)[0])
     if raw_model is None:
@@ -212,7 +220,13 @@ def read_network(
     if data is not None and resumed is not None:
         problems.attempt(lambda: load_state(raw_model, resumed["model"], strict=True))
     elif data is not None and weights is not None:
-        problems.attempt(lambda: start_from(raw_model, config.weights, weights, keep_anchors=bool(config.cfg)))
+        problems.attempt(lambda: start_from(raw_model, shown, weights, keep_anchors=bool(config.cfg)))
+        known = weights.get("names", [])
+        if len(known) == len(names) and not data.merged:
+            checked = problems.attempt(lambda: check_names(known, names, data.path, shown, config.strict))
+            if checked is not None:
+                raw_model.detect.reorder_classes(checked[0].order)
+                findings += checked[1]
     problems.attempt(lambda: freeze(raw_model, config.freeze))
     problems.attempt(lambda: check_imgsz(config.imgsz, raw_model))
     raw_model.to(env.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -227,7 +241,7 @@ def _spec(
         return resumed["spec"]
     if not config.cfg and weights is None:
         return None
-    spec = network_spec(config.cfg, config.weights, weights)
+    spec = network_spec(config.cfg, shown_weights(config.weights), weights)
     return spec if hyp is None else with_anchor_count(spec, round(hyp.anchors))
 
 
@@ -277,6 +291,46 @@ class ValInputs:
     family: Family
     imgsz: int
     index: LabelIndex
+    findings: list[Problem]  # on the names of the classes
+
+
+def read_classes(
+    config: ValConfig, env: DistEnv, problems: Problems
+) -> tuple[Mapping[str, Any] | None, DataConfig | None, Match | None, list[Problem]]:
+    """Read weights and the YAML of a data set, and see whether their classes are the same. Collective.
+
+    Args:
+        config: every flag.
+        env: this rank's place.
+        problems: where mistakes go.
+
+    Returns:
+        The weights, the data set, which of their classes is which, and what is to be said of that.
+    """
+    shown = shown_weights(config.weights)
+    checkpoint = problems.attempt(lambda: load_weights(Path(config.weights), env, "--weights"))
+    name = config.data
+    if not name and checkpoint is not None:
+        name = problems.attempt(lambda: trained_on(checkpoint, config.weights)) or ""
+    data = None
+    if name:
+        data = problems.attempt(lambda: load_data(name, config.single_cls, config.allow_download_script))
+    if checkpoint is None or data is None or config.single_cls or "names" not in checkpoint:
+        return checkpoint, data, None, []
+    known, names = checkpoint["names"], data.names
+    checked = problems.attempt(lambda: check_measurable(known, names, data.path, shown, config.strict))
+    return checkpoint, data, *(checked or (None, []))
+
+
+def check_classes(config: ValConfig) -> None:
+    """Find out in the process that is to start ranks whether weights and data set fit together.
+
+    Raises:
+        UserError: they can't be read, or not be scored.
+    """
+    problems = Problems()
+    read_classes(config, ALONE, problems)
+    problems.raise_if_any()
 
 
 def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
@@ -291,22 +345,22 @@ def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
     if env.is_main_process:
         problems.attempt(lambda: check_run_folder(run_dir, config.exist_ok))
     problems.attempt(lambda: check_half(config.half, env.device))
-    allowed = config.allow_download_script
-    data = problems.attempt(lambda: load_data(config.data, config.single_cls, allowed))
-    loaded = problems.attempt(lambda: load_model(Path(config.weights), env, "--weights"))
+    checkpoint, data, match, findings = read_classes(config, env, problems)
+    loaded = None
+    if checkpoint is not None:
+        loaded = problems.attempt(lambda: build_model(checkpoint, Path(config.weights), env, "--weights"))
     if loaded is not None:
         model, family, trained_at = loaded
         problems.attempt(lambda: check_imgsz(config.imgsz or trained_at, model))
-        if data is not None and model.num_classes != data.num_classes and not config.single_cls:
-            problems.add(
-                f"--weights {config.weights} knows {model.num_classes} classes, --data {config.data} has "
-                f"{data.num_classes}; use the data set that the weights were trained on"
-            )
+        if match is not None:
+            model.detect.reorder_classes(match.order)
     indexes = read_labels(data, [config.split], config.strict, env, problems)
     share_problems(problems, env)
     check_same_data(indexes, env)
     assert data is not None
     imgsz = fit_imgsz(config.imgsz or trained_at, model)
-    for doubt in [*data.doubts, *doubts_about_depth(indexes, env)]:
+    if not config.data:
+        get_logger().info(f"data        {data.path}, what the weights were trained on (--data)")
+    for doubt in [*data.doubts, *findings, *doubts_about_depth(indexes, env)]:
         get_logger().warning(doubt)
-    return ValInputs(data, model, family, imgsz, indexes[config.split])
+    return ValInputs(data, model, family, imgsz, indexes[config.split], findings)

@@ -22,6 +22,7 @@ from utils.errors import UserError
 
 DIGEST = "LOCKSTEP_JOB_SHA256"  # in the environment of those who may read the job
 JOB, OUTCOME, MISTAKE = "job.pickle", "outcome.json", "mistake.json"
+FOLDER = "lockstep-job-"  # how its name begins
 MAIN = "__mp_main__"  # the name that a script goes by where it is imported by another process
 GUARD = """put it behind a guard
 
@@ -54,10 +55,15 @@ class Job:
     caller: int
 
 
+def shown_weights(path: str) -> str:
+    """Return what messages call weights: those that travel in the folder of a call by their name alone."""
+    return Path(path).name if Path(path).parent.name.startswith(FOLDER) else path
+
+
 @contextlib.contextmanager
 def job_folder() -> Iterator[Path]:
     """A folder of this user's alone, removed at the end whatever happens."""
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-job-"))  # mode 0700
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER))  # mode 0700
     try:
         yield folder
     finally:
