@@ -31,13 +31,14 @@ import torch
 
 import train
 import val
-from models.families import Family, family_of, load_model
+from models.families import Family, build_model, family_of, load_weights
 from models.yolo import DetectionModel
 from utils import command
 from utils.callbacks import Callback, check_callbacks, check_picklable
 from utils.config import ROOT, TrainConfig, ValConfig, build_config, find_yaml, load_yaml
 from utils.errors import RESUMABLE, USER_ERROR, Stopped, UserError, await_turn, run_cli
 from utils.flags import given_keywords
+from utils.inputs import check_classes
 from utils.interrupts import interrupts_held
 from utils.jobs import (
     MISTAKE,
@@ -52,6 +53,7 @@ from utils.jobs import (
     write_outcome,
 )
 from utils.launch import GRACE, as_worker, end_with_parent, launch, orphaned, worker_devices
+from utils.metrics import fitness
 from utils.predictions import Prediction, predict, predict_config
 from utils.torch_utils import (
     ALONE,
@@ -82,14 +84,12 @@ class Results:
 
     Attributes:
         run_dir: folder with everything that was written.
-        rows: the table of the validation (of the best weights, after a training): ``all`` first, then the classes that
-            have labels, each with name, images, instances, p, r, map50 and map. Empty if nothing was validated.
-        fitness: the best value of ``--metric`` during the training; after a validation mAP50-95.
+        rows: the table of the validation (of the best weights, after a training): ``all`` first, then every class, each
+            with name, images, instances, p, r, map50 and map, nan without labels. Empty if nothing was validated.
     """
 
     run_dir: Path
     rows: list[dict[str, Any]]
-    fitness: float
 
     @property
     def best(self) -> Path:
@@ -110,6 +110,11 @@ class Results:
     def map(self) -> float:
         """MAP over IoU 0.5 to 0.95 and all classes; nan if nothing was validated."""
         return self._overall("map")
+
+    @property
+    def fitness(self) -> float:
+        """0.1 mAP50 + 0.9 mAP50-95 over all classes; nan if nothing was measured."""
+        return fitness(self.map50, self.map)
 
     def _overall(self, figure: str) -> float:
         return float(self.rows[0][figure]) if self.rows else float("nan")
@@ -137,7 +142,7 @@ class YOLO:
         self.cfg, self.weights_name = "", ""
         self.model: DetectionModel | None = None
         self.family: Family | None = None
-        self.imgsz = TrainConfig.imgsz
+        self.imgsz, self.data = TrainConfig.imgsz, ""  # data: what the weights were trained on
         name = str(weights_or_cfg)
         if name.endswith((".yaml", ".yml")):
             self.cfg = str(find_yaml(name, "model"))
@@ -206,6 +211,7 @@ class YOLO:
             given.pop("cfg", None)
             config, env = build_config(ValConfig, given), dist_env()
             if worker_devices(config.device, env):
+                check_classes(config)
                 return _in_workers(folder, "val", given, ())
             with process_group(config.device, env, config.dist_timeout) as env:
                 return _val_here(config, env)
@@ -248,7 +254,7 @@ class YOLO:
         """
         if self.model is None:
             raise UserError(f"{self.cfg} has no weights yet; train it first")
-        config = {"imgsz": self.imgsz}
+        config = {"imgsz": self.imgsz, "data": self.data}
         content = {"model": self.model.state_dict(), "spec": self.model.yaml, "names": self.names, "config": config}
         save_checkpoint(content, Path(path), keep_previous=False)
 
@@ -265,7 +271,9 @@ class YOLO:
     def _load(self, path: Path, env: DistEnv) -> None:
         """Take the weights of a checkpoint. Collective."""
         with torch.random.fork_rng(devices=[]):  # a new network draws weights before it gets its own
-            self.model, self.family, self.imgsz = load_model(path, env)
+            checkpoint = load_weights(path, env)
+            self.model, self.family, self.imgsz = build_model(checkpoint, path, env)
+        self.data = str(checkpoint["config"].get("data", ""))
         self.weights_name = path.name
 
 
@@ -280,7 +288,7 @@ def _train_here(
     done = train.begin(given, config, resumed, env, callbacks, may_be_ended=env.launched)
     plain = None
     if env.is_main_process:
-        plain = Results(done.run_dir, [row._asdict() for row in done.rows], done.best_fitness)
+        plain = Results(done.run_dir, [row._asdict() for row in done.rows])
     shared = broadcast_object(plain, env)
     assert shared is not None
     return shared
@@ -291,7 +299,7 @@ def _val_here(config: ValConfig, env: DistEnv) -> Results:
     done = val.run(config, env)
     plain = None
     if env.is_main_process:
-        plain = Results(done.run_dir, [row._asdict() for row in done.rows], done.rows[0].map)
+        plain = Results(done.run_dir, [row._asdict() for row in done.rows])
     shared = broadcast_object(plain, env)
     assert shared is not None
     return shared
@@ -324,7 +332,7 @@ def _in_workers(folder: Path, method: str, given: Mapping[str, Any], callbacks: 
     if status or found is None:
         text = outcome["text"] if outcome else ""
         raise TrainingError(text or f"the launcher of the workers ended with status {status}")
-    return Results(Path(found["run_dir"]), found["rows"], found["fitness"])
+    return Results(Path(found["run_dir"]), found["rows"])
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
@@ -416,8 +424,7 @@ def _work() -> int:
             else:
                 results = _train_here(job.given, *command.settings(job.given, env), callbacks, env)
         if env.is_main_process:
-            found = {"run_dir": str(results.run_dir.resolve()), "rows": results.rows, "fitness": results.fitness}
-            write_outcome(folder, RESULTS, found)
+            write_outcome(folder, RESULTS, {"run_dir": str(results.run_dir.resolve()), "rows": results.rows})
     except Stopped as stop:
         if stop.args:  # how to go on; rank 0 knows
             write_outcome(folder, STOPPED, {"by": stop.by, "lines": list(stop.args)})

@@ -50,7 +50,7 @@ from utils.config import AUTOMATIC, config_to_dict, seconds_of
 from utils.console import EpochProgress, RunClock, duration, format_lines
 from utils.cuda_graph import can_capture, capture
 from utils.data_parallel import accumulating, replica_devices, replicate, wrap
-from utils.data_report import NOTHING_FOUND, REPLACED, UnreadableImages, write_report
+from utils.data_report import NOTHING_FOUND, REPLACED, ScanReport, UnreadableImages, write_report
 from utils.dataloaders import Batch, TrainLoader, ValLoader, choose_num_workers, resize_batch, train_loader, val_loader
 from utils.devices import to_device, upload
 from utils.errors import DivergedError, NotWrittenError, run_cli
@@ -59,6 +59,7 @@ from utils.header import header, remedies
 from utils.heartbeat import Phase, beat
 from utils.inputs import read_inputs
 from utils.interrupts import BEGAN, STARTED, StopRequest, stops_end_the_process
+from utils.jobs import shown_weights
 from utils.launch import as_worker, launch, say, tell_launcher
 from utils.loader_notes import deaths_explained
 from utils.logging import DeviceMeter, get_logger
@@ -208,6 +209,7 @@ def set_up(
 
     # 2. inputs: recipe, labels, network with its weights; all that is wrong with them, or with the machine, at once ---
     inputs = read_inputs(config, env, resumed)
+    config = dataclasses.replace(config, weights=shown_weights(config.weights))  # what travelled is gone afterwards
     hyp, data, plan, family, raw_model, imgsz = (
         inputs.hyp, inputs.data, inputs.plan, inputs.family, inputs.raw_model, inputs.imgsz
     )  # fmt: skip
@@ -258,7 +260,11 @@ def set_up(
         load_run_state(run, resumed)
     elif env.is_main_process:
         write_description(run.run_dir, config_to_dict(config), config_to_dict(hyp), dataclasses.asdict(plan))
-        write_report(run.run_dir, {"train": run.train_index.report, "val": run.val_index.report}, get_logger())
+        write_report(
+            run.run_dir,
+            {"": ScanReport(problems=inputs.findings), "train": run.train_index.report, "val": run.val_index.report},
+            get_logger(),
+        )
     if sync_bn:
         convert_sync_bn(raw_model, env)
         run.buffers = BufferSnapshot(raw_model)
@@ -543,6 +549,7 @@ def validate(run: Run, batches: ValLoader) -> val.Evaluation | None:
         run.data.names,
         run.env,
         criterion=run.criterion,
+        max_det=val.detection_cap(0, run.val_index),
         give_up=asked,
     )
     if evaluation is not None:

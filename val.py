@@ -1,6 +1,6 @@
 """Measure weights on a split of a data set.
 
-python val.py --weights runs/train/exp/weights/best.pt                             the validation split of shapes
+python val.py --weights runs/train/exp/weights/best.pt                             the data it was trained on
 python val.py --weights best.pt --data coco.yaml --img 640 --task test             another data set, another split
 python val.py --weights best.pt --device 0,1 ...                                   the same figures from two devices
 """
@@ -11,7 +11,7 @@ from own_packages import check_packages
 
 check_packages()
 
-from utils.config import ValConfig, parse_val
+from utils.config import MAX_DET, ValConfig, parse_val
 from utils.errors import end_quietly_by_ctrl_c
 from utils.preflight import check_opencv
 
@@ -21,9 +21,11 @@ if __name__ == "__main__":
     check_opencv()
 
 import contextlib
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,14 +37,15 @@ from models.families import Family
 from models.yolo import DetectionModel
 from utils.boxes import cxcywh_to_xyxy, scale_boxes
 from utils.data_config import DataConfig
-from utils.data_report import NOTHING_FOUND, UnreadableImages, write_report
+from utils.data_report import NOTHING_FOUND, ScanReport, UnreadableImages, write_report
 from utils.dataloaders import Batch, ValLoader, choose_num_workers, val_loader
 from utils.dataset import LabelIndex
 from utils.devices import time_on, upload
 from utils.errors import run_cli
 from utils.heartbeat import Phase, beat, beating
 from utils.image_cache import ImageCache
-from utils.inputs import read_val_inputs
+from utils.inputs import check_classes, read_val_inputs
+from utils.jobs import shown_weights
 from utils.launch import as_worker, launch, say, worker_devices
 from utils.loader_notes import deaths_explained
 from utils.logging import get_logger
@@ -72,6 +75,9 @@ from utils.val_files import (
 )
 
 MANY_CLASSES = 50  # from here on the table shows them with --verbose only
+# Flags that figures follow from; the second ones have to be as they are by default, to compare.
+DECISIVE = ("weights", "data", "task", "imgsz", "batch_size", "single_cls", "half", "max_det")
+THRESHOLDS = ("conf_thres", "iou_thres", "augment")
 
 
 @dataclass(frozen=True)
@@ -136,9 +142,9 @@ def evaluate(
     env: DistEnv,
     *,
     criterion: DetectionLoss | None = None,
-    conf_thres: float = 0.001,
-    iou_thres: float = 0.6,
-    max_det: int = 300,
+    conf_thres: float = ValConfig.conf_thres,
+    iou_thres: float = ValConfig.iou_thres,
+    max_det: int = MAX_DET,
     augment: bool = False,
     single_cls: bool = False,
     description: str = "validation",
@@ -294,6 +300,12 @@ def run(config: ValConfig, env: DistEnv) -> Results:
     dataset = DetectionDataset(index, ImageCache(), None, inputs.imgsz, strict=config.strict)
     workers = choose_num_workers(config.workers, env.local_world_size, config.batch_size)
     writes = config.task != "speed"
+    max_det = detection_cap(config.max_det, index)
+    if writes:
+        for doubt in doubts_about_figures(config, index):
+            log.warning(doubt)
+    if max_det > (config.max_det or MAX_DET):
+        log.info(f"up to {max_det} detections of an image are kept, not {MAX_DET}: one has {most_labels(index)} labels")
     run_dir = Path(config.project)
     if writes:
         run_dir = once(lambda: create_run_dir(config.project, config.name, config.exist_ok), env)
@@ -310,7 +322,7 @@ def run(config: ValConfig, env: DistEnv) -> Results:
             env,
             conf_thres=config.conf_thres,
             iou_thres=config.iou_thres,
-            max_det=config.max_det,
+            max_det=max_det,
             augment=config.augment,
             single_cls=config.single_cls,
             description=config.task,
@@ -322,18 +334,65 @@ def run(config: ValConfig, env: DistEnv) -> Results:
             log.info(format_table(rows[:shown]))
         log.info("speed per image: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in evaluation.speed.items()))
     if evaluation is not None and writes:
-        _write(config, run_dir, data, index, evaluation)
+        found = {"data": str(data.path), "weights": shown_weights(config.weights), "imgsz": inputs.imgsz}
+        settings = {name: getattr(config, name) for name in DECISIVE + THRESHOLDS} | found | {"max_det": max_det}
+        report = {"": ScanReport(problems=inputs.findings), config.split: index.report}
+        write_report(run_dir, report, log)
+        _write(config, settings, run_dir, data, index, evaluation)
         log.info(f"results in {run_dir}")
     return Results(run_dir, evaluation, rows)
 
 
-def _write(config: ValConfig, run_dir: Path, data: DataConfig, index: LabelIndex, evaluation: Evaluation) -> None:
+def detection_cap(asked: int, index: LabelIndex) -> int:
+    """Return how many detections of an image are kept.
+
+    Args:
+        asked: so many; 0 = 300, or twice the labels of the densest image where these are more. With just as many the
+            places of unsure but right ones would be taken by wrong ones.
+        index: of the split.
+    """
+    return asked or max(MAX_DET, 2 * most_labels(index))
+
+
+def most_labels(index: LabelIndex) -> int:
+    """Return the labels of the densest image of a split."""
+    return int(np.diff(index.offsets).max(initial=0))
+
+
+def doubts_about_figures(config: ValConfig, index: LabelIndex) -> list[str]:
+    """Return a sentence for each reason why the figures of a validation are no measure, or none to compare by."""
+    usual = {item.name: item.default for item in dataclasses.fields(ValConfig)} | {"max_det": detection_cap(0, index)}
+    own = {name: getattr(config, name) for name in THRESHOLDS} | {"max_det": detection_cap(config.max_det, index)}
+    other = [f"--{name.replace('_', '-')} {value}" for name, value in own.items() if value != usual[name]]
+    doubts = []
+    if other:
+        doubts.append(
+            f"{', '.join(other)}: these figures can't be compared with those of a training or of other people, which "
+            "are measured with the defaults"
+        )
+    if 0 < config.max_det < most_labels(index):
+        doubts.append(
+            f"--max-det {config.max_det} is less than the {most_labels(index)} labels of one image, so not all can be "
+            "found; leave the flag out"
+        )
+    if not index.num_instances:
+        doubts.append(f"{config.split} has no labels: nothing can be measured, and there are no figures")
+    return doubts
+
+
+def _write(
+    config: ValConfig,
+    settings: Mapping[str, Any],
+    run_dir: Path,
+    data: DataConfig,
+    index: LabelIndex,
+    evaluation: Evaluation,
+) -> None:
     """Write what a validation leaves in its run folder."""
     log = get_logger()
     rows = [row._asdict() for row in evaluation.metrics.rows(data.names)]
-    write_report(run_dir, {config.split: index.report}, log)
     UnreadableImages(run_dir).tell(config.split, evaluation.unreadable, NOTHING_FOUND, log)
-    write_json(run_dir / "metrics.json", rows, indent=2)
+    write_json(run_dir / "metrics.json", {"settings": dict(settings), "rows": rows}, indent=2)
     if config.save_txt:
         write_labels(run_dir, evaluation.images, index, config.save_conf)
     annotations = annotations_of(data, config.split)
@@ -357,6 +416,7 @@ def main(argv: list[str] | None = None) -> int:
     config, env = parse_val(argv), dist_env()
     devices = worker_devices(config.device, env)
     if devices:
+        check_classes(config)
         return say(launch([__file__, *argv], devices))
     with process_group(config.device, env, config.dist_timeout) as env:
         run(config, env)

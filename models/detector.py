@@ -18,6 +18,7 @@ from utils.boxes import scale_boxes
 from utils.config import DetectConfig
 from utils.devices import time_on
 from utils.errors import Problems, UserError
+from utils.logging import get_logger
 
 
 class Detector:
@@ -36,6 +37,7 @@ class Detector:
     ) -> None:
         self.model = copy.deepcopy(model).half() if config.half else model
         self.seconds = np.zeros(3)  # [preparing, inference, NMS], summed
+        self._told = False  # that a picture is full of detections
         self._family, self._imgsz, self._config, self._device = family, imgsz, config, device
 
     @torch.inference_mode()
@@ -93,6 +95,11 @@ class Detector:
             classes=config.classes or None,
         )
         self.seconds += np.diff([start, prepared, inferred, time_on(self._device)])
+        if not self._told and config.max_det == DetectConfig.max_det and max(map(len, detections)) == config.max_det:
+            self._told = True
+            get_logger().warning(
+                f"a picture has {config.max_det} detections, and maybe more: --max-det lets them through"
+            )
         return detections
 
     def warm_up(self) -> None:

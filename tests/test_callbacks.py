@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -73,6 +74,7 @@ def told(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 def test_events_come_in_order(told: Told) -> None:
+    """Epochs count from 1, as they do on the terminal (ultralytics/ultralytics PR 4491)."""
     expected = ["TrainStart", *["EpochEnd", "CheckpointSaved"] * EPOCHS, "TrainEnd"]
     assert told.early.kinds() == told.late.kinds() == expected
     assert [event.epoch for event in told.early.epochs()] == list(range(1, EPOCHS + 1))
@@ -187,6 +189,7 @@ def test_class_maps_have_the_right_names() -> None:
     ids = [np.array([c], dtype=np.float32) for c in classes]
     metrics = summarize(tp, np.full(3, 0.9, np.float32), np.concatenate(ids), ids, names)
     found = class_maps(metrics, names)
+    assert math.isnan(found.pop("none"))
     assert found == pytest.approx({"a": 0.995, "twin (1)": 0.995 / 2, "twin (3)": 0}, abs=0.01)
 
 

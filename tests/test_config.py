@@ -268,8 +268,11 @@ def test_val_flags() -> None:
     config = parse_val(line.split())
     expected = (0.25, 0.45, 10, "test", 4)
     assert (config.conf_thres, config.iou_thres, config.max_det, config.task, config.batch_size) == expected
+    for parse in (parse_val, parse_detect):  # YOLOv5 takes what begins as one flag alone
+        short = parse(["--weights", "a.pt", "--conf", "0.3", "--iou", "0.5"])
+        assert (short.conf_thres, short.iou_thres) == (0.3, 0.5)
     defaults = ValConfig(weights="a.pt")
-    assert (defaults.conf_thres, defaults.iou_thres, defaults.max_det, defaults.batch_size) == (0.001, 0.6, 300, 32)
+    assert (defaults.conf_thres, defaults.iou_thres, defaults.max_det, defaults.batch_size) == (0.001, 0.6, 0, 32)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Matching, AP, the summary and the confusion matrix against reference figures, pycocotools and worked examples."""
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.common import golden
+from utils.config import METRICS
 from utils.metrics import (
     CURVE_POINTS,
     IOU_THRESHOLDS,
@@ -205,7 +207,9 @@ class TestSummary:
         return summarize_images(images, ["a", "b", "c", "d"])
 
     def test_rows(self) -> None:
-        overall, first, second = self.result().rows(["a", "b", "c", "d"])
+        """A class without labels is not measured, and says so (ultralytics/yolov5#158)."""
+        overall, first, bare, second, last = self.result().rows(["a", "b", "c", "d"])
+        assert (bare[:3], last[:3]) == (("b", 0, 0), ("d", 0, 0)) and np.isnan([*bare[3:], *last[3:]]).all()
         assert overall[:3] == ("all", 3, 4)
         assert first[:3] == ("a", 2, 3)
         assert second[:3] == ("c", 1, 1)
@@ -231,12 +235,16 @@ class TestSummary:
         assert first.split() == ["all", "87", "1137", "0.806", "0.877", "0.860", "0.523"]
         assert len(header) == len(first) == len(second)
         assert second.startswith("x" * 30 + " ")
+        bare = format_table([TableRow("bare", 3, 0, *[math.nan] * 4)]).splitlines()[1]
+        assert bare.split() == ["bare", "3", "0", "-", "-", "-", "-"] and len(bare) == len(format_table(rows[:1])) // 2
         assert format_table([rows[0]._replace(name="two\nlines")]).splitlines()[1].lstrip().startswith("two lines  ")
 
     def test_nothing_to_score(self) -> None:
         metrics = summarize_images([ImageResult(detection_rows(), label_rows())], ["a", "b"])
-        assert metrics.rows(["a", "b"]) == [TableRow("all", 1, 0, 0, 0, 0, 0)]
-        assert metrics.fitness == 0
+        rows = metrics.rows(["a", "b"])
+        assert [row[:3] for row in rows] == [("all", 1, 0), ("a", 0, 0), ("b", 0, 0)]
+        assert np.isnan([row[3:] for row in rows]).all()
+        assert all(math.isnan(metrics.value(name)) for name in METRICS)
         assert metrics.class_maps.tolist() == [0, 0]
 
 

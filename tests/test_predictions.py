@@ -365,12 +365,18 @@ def test_sources_that_are_none(yolo: YOLO, source: Any, message: str) -> None:
         yolo.predict(source)
 
 
+def test_a_picture_full_of_detections(yolo: YOLO, photo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More than 1000 were cut off, and nothing told (ultralytics/yolov5#2479); who asks for fewer knows."""
+    found = yolo.predict([photo, photo], imgsz=320, conf=0, iou=1)
+    assert [len(one) for one in found] == [1000, 1000]
+    assert capsys.readouterr().out.count("WARNING: a picture has 1000 detections, and maybe more: --max-det") == 1
+    assert len(one(yolo, photo, imgsz=320, conf=0, iou=1)) == 20 and not capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"conf": 0.5}, r"conf is not a keyword of predict\(\); did you mean conf_thres\?"),
-        ({"iou": 0.5}, r"did you mean iou_thres\?"),
-        ({"agnostic": True}, r"did you mean agnostic_nms\?"),
+        ({"agnostic": True}, r"agnostic is not a keyword of predict\(\); did you mean agnostic_nms\?"),
         ({"save_txt": True}, "save_txt is not a keyword"),
         ({"weights": "other.pt"}, "weights is not a keyword"),
         ({"conf_thres": 2}, "--conf-thres must be between 0 and 1"),
@@ -392,7 +398,7 @@ def test_mistakes_are_told_together_and_at_once(yolo: YOLO) -> None:
         yolo.predict(["gone.jpg", picture(), 1.5], imgsz=16, classes=9, stream=True)
     assert len(error.value.messages) == 4
     with pytest.raises(UserError) as error:
-        yolo.predict(picture(), conf=0.5, iou=0.5, max_det=0)
+        yolo.predict(picture(), agnostic=True, conf=-1, max_det=0)
     assert len(error.value.messages) == 3
     with pytest.raises(UserError, match="don't go into one list"):
         yolo.predict([picture(), "rtsp://host/x"], stream=True)

@@ -267,7 +267,7 @@ def test_beyond_the_end(whole: Finished, tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert f"--epochs {epochs} becomes {epochs + 1}" in said
     assert f"the learning rate goes on along the schedule of {epochs + 1} epochs" in said
-    assert results(run_dir)["epoch"].tolist() == list(range(epochs + 1))
+    assert results(run_dir)["epoch"].tolist() == list(range(1, epochs + 2))
     assert load_checkpoint(run_dir / "weights/last.pt")["config"]["epochs"] == epochs + 1
 
 

@@ -76,7 +76,7 @@ def bccd(tmp_path_factory: pytest.TempPathFactory) -> Measured:
         evaluation = run(
             ValConfig(weights=str(weights), data=str(data), batch_size=16, workers=0, project=str(project))
         )
-    return Measured(evaluation, json.loads((project / "exp/metrics.json").read_text()), said.getvalue())
+    return Measured(evaluation, json.loads((project / "exp/metrics.json").read_text())["rows"], said.getvalue())
 
 
 @needs_shared

@@ -38,8 +38,8 @@ class TrainStart:
         rates: names of the learning rates, one for each parameter group.
         flags: every flag with its value.
         hyp: every hyperparameter with its value.
-        resumed_epoch: the epoch, from 1, that a resumed run goes on with; None in a new run. That epoch, or later ones, may have
-            been told of before the run stopped.
+        resumed_epoch: the epoch, from 1, that a resumed run goes on with; None in a new run. That epoch, or later ones,
+            may have been told of before the run stopped.
     """
 
     run_dir: Path
@@ -63,8 +63,8 @@ class Figures:
         map50: mean AP at IoU 0.5.
         map: mean AP over IoU 0.5 to 0.95.
         fitness: what ``--metric`` names.
-        class_maps: AP over IoU 0.5 to 0.95 of each class that has labels, by its name; classes of equal names have
-            their id behind it.
+        class_maps: AP over IoU 0.5 to 0.95 of each class by its name, nan of one without labels; classes of equal names
+            have their id behind it.
     """
 
     precision: float

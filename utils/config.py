@@ -30,6 +30,7 @@ LARGEST_IMGSZ = 1 << 14  # pixels; a square of this side has as many as the larg
 LARGEST_YAML = 1 << 21  # bytes; the names of the 21,841 classes of ImageNet have half a million
 LONGEST_NAME = 250  # bytes; file systems take 255, and a run's number comes behind its name
 
+MAX_DET = 300  # detections of an image in a validation; more where images have many labels
 SPEED_THRESHOLDS = (0.25, 0.45)  # confidence and IoU of val.py --task speed: those of detect.py
 
 Config = TypeVar("Config")
@@ -109,7 +110,12 @@ class TrainConfig:
     )
     noautoanchor: bool = flag(False, "model", "keep the anchors even if they fit the labels badly")
 
-    data: str = flag("shapes.yaml", "data", "data set YAML, a path or the name of a shipped one", metavar="FILE")
+    data: str = flag(
+        "shapes.yaml",
+        "data",
+        "data set YAML, a path or a shipped name; with --weights what they were trained on unless given",
+        metavar="FILE",
+    )
     imgsz: int = flag(
         640,
         "data",
@@ -229,7 +235,9 @@ class ValConfig:
 
     weights: str = flag("", "model", "checkpoint to measure", metavar="FILE")
 
-    data: str = flag("shapes.yaml", "data", "data set YAML, a path or the name of a shipped one", metavar="FILE")
+    data: str = flag(
+        "", "data", "data set YAML, a path or a shipped name; '' = what the weights were trained on", metavar="FILE"
+    )
     task: str = flag(
         "val", "data", "split to measure on; speed = only time the validation split", choices=(*SPLITS, "speed")
     )
@@ -250,9 +258,13 @@ class ValConfig:
     batch_size: int = flag(32, "data", "images per forward pass", "--batch", low=1)
     workers: int = flag(8, "data", "most loader processes; 0 = load in the main process", low=0)
 
-    conf_thres: float = flag(0.001, "scoring", "least confidence of a detection", low=0, high=1)
-    iou_thres: float = flag(0.6, "scoring", "IoU above which non-maximum suppression drops a box", low=0, high=1)
-    max_det: int = flag(300, "scoring", "most detections per image", low=1)
+    conf_thres: float = flag(0.001, "scoring", "least confidence of a detection", "--conf", low=0, high=1)
+    iou_thres: float = flag(
+        0.6, "scoring", "IoU above which non-maximum suppression drops a box", "--iou", low=0, high=1
+    )
+    max_det: int = flag(
+        0, "scoring", f"most detections per image; 0 = {MAX_DET}, or twice the labels of the densest image", low=0
+    )
     augment: bool = flag(
         False, "scoring", "look at each image three times: as it is, smaller and flipped, smaller still"
     )
@@ -312,8 +324,10 @@ class DetectConfig:
     vid_stride: int = flag(1, "input", "use every n-th frame of videos and streams", low=1)
     stream_timeout: float = flag(10.0, "input", "seconds without a frame after which a stream is dead", low=0.1)
 
-    conf_thres: float = flag(0.25, "detection", "least confidence of a detection", low=0, high=1)
-    iou_thres: float = flag(0.45, "detection", "IoU above which non-maximum suppression drops a box", low=0, high=1)
+    conf_thres: float = flag(0.25, "detection", "least confidence of a detection", "--conf", low=0, high=1)
+    iou_thres: float = flag(
+        0.45, "detection", "IoU above which non-maximum suppression drops a box", "--iou", low=0, high=1
+    )
     max_det: int = flag(1000, "detection", "most detections per image", low=1)
     classes: list[int] = flag([], "detection", "ids of the classes to keep; '' = all", low=0, metavar="N")  # noqa: RUF009
     augment: bool = flag(

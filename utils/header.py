@@ -6,11 +6,13 @@ from pathlib import Path
 import torch
 
 from models.costs import count_flops
+from utils.config import MAX_DET
 from utils.console import format_lines, machine
 from utils.dataloaders import choose_num_workers
 from utils.run_folder import lockstep_version
 from utils.run_state import Run
 from utils.torch_utils import backend
+from val import detection_cap
 
 
 def header(run: Run) -> str:
@@ -21,6 +23,7 @@ def header(run: Run) -> str:
     taken = {name: value for name, value in run.data.defaults.items() if getattr(config, name) == value}
     own = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in taken.items())
     gflops = count_flops(run.ema.module, run.imgsz) / 1e9
+    cap = detection_cap(0, run.val_index)
     times_seen = schedule.batches_per_epoch * plan.global_batch / len(run.train_index)
     lines = [
         ("Lockstep", f"{lockstep_version()}, {machine(run.env.device)}"),
@@ -33,6 +36,7 @@ def header(run: Run) -> str:
             "data",
             f"{run.data.path.name}: {len(run.train_index)} images to train on with {run.train_index.num_instances} "
             f"objects of {run.data.num_classes} classes, {len(run.val_index)} to validate on"
+            + (f" with up to {cap} detections each" if cap > MAX_DET else "")
             + (f"; an epoch sees each image {times_seen:.1f} times" if times_seen >= 1.5 else ""),
         ),
         (

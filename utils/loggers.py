@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from utils.callbacks import Callback, EpochEnd, ExceptionRaised, Stop, TrainEnd, TrainStart
 from utils.config import LOGGERS
 from utils.errors import UserError, nearest
-from utils.logging import CsvLog, append_whole, get_logger
+from utils.logging import CsvLog, append_whole, get_logger, without_nan
 from utils.run_folder import versions
 
 if TYPE_CHECKING:
@@ -123,14 +123,7 @@ class JsonlLogger(FileLogger):
 
 
 def _json_line(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(_strict(content), allow_nan=False).encode() + b"\n"
-
-
-def _strict(value: Any) -> Any:
-    """Put null for nan and infinity, which JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: _strict(element) for key, element in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(without_nan(content), allow_nan=False).encode() + b"\n"
 
 
 def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
@@ -205,7 +198,8 @@ class TensorBoardLogger(FileLogger):
         by_class = event.metrics.class_maps if event.metrics is not None else {}
         found = figures(event) | {f"class_mAP/{name}": value for name, value in by_class.items()}
         for name, value in found.items():
-            writer.add_scalar(name, value, event.epoch)
+            if not (name.startswith("class_mAP/") and math.isnan(value)):  # without labels
+                writer.add_scalar(name, value, event.epoch)
 
     def _close(self) -> None:
         with self._or_warn(TENSORBOARD):

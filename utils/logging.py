@@ -2,11 +2,13 @@
 
 import csv
 import logging
+import math
 import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,6 +103,15 @@ class CsvLog:
         header = table[0] if table else []
         rows = [dict(zip(header, cells, strict=True)) for cells in table[1:] if len(cells) == len(header)]
         return [row for row in rows if re.fullmatch("[0-9]{1,9}", row.get("epoch", ""))]
+
+
+def without_nan(value: Any) -> Any:
+    """Return plain values with None, JSON's null, for nan and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: without_nan(element) for key, element in value.items()}
+    if isinstance(value, list):
+        return [without_nan(element) for element in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append_whole(path: Path, data: bytes, size: int) -> int:

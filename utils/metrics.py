@@ -15,6 +15,7 @@ How the AP here differs from COCO's (pycocotools), for the same detections:
     Together they come to a few thousandths. `utils.coco_metrics` has COCO's own figures.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -197,7 +198,7 @@ def fitness(map50: float, map50_95: float) -> float:
 
 
 class TableRow(NamedTuple):
-    """One line of the validation table; all figures but the counts in [0, 1]."""
+    """One line of the validation table; all figures but the counts in [0, 1], nan where there are no labels."""
 
     name: str
     images: int
@@ -210,7 +211,7 @@ class TableRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Metrics:
-    """The result of a validation. Means go over the classes that have labels; 0 if none has.
+    """The result of a validation. Means go over the classes that have labels; nan if none has: nothing was measured.
 
     Attributes:
         p: mean precision at the best mean F1, IoU 0.5.
@@ -234,23 +235,23 @@ class Metrics:
 
     @property
     def fitness(self) -> float:
-        """The scalar that picks the best checkpoint."""
+        """The scalar that picks the best checkpoint; nan without labels."""
         return fitness(self.map50, self.map)
 
     def value(self, name: str) -> float:
-        """Return the mean that a name of ``utils.config.METRICS`` stands for; the larger the better."""
+        """Return the mean that a name of ``utils.config.METRICS`` stands for, nan without labels; larger is better."""
         values = {"fitness": self.fitness, "mAP50": self.map50, "mAP50-95": self.map, "precision": self.p}
         return float((values | {"recall": self.r, "F1": _mean(self.per_class.f1)})[name])
 
     @property
     def class_maps(self) -> FloatArray:
-        """(num_classes,) mAP50-95 of every class; a class without labels has the mean, which favors nobody."""
-        maps = np.full(len(self.instances_per_class), self.map)
+        """(num_classes,) mAP50-95 of every class; one without labels has the mean, which favors nobody, or else 0."""
+        maps = np.full(len(self.instances_per_class), np.nan_to_num(self.map))
         maps[self.per_class.classes] = self.per_class.ap.mean(axis=1)
         return maps
 
     def rows(self, names: Sequence[str]) -> list[TableRow]:
-        """The validation table: ``all`` first, then the classes that have labels.
+        """The validation table: ``all`` first, then every class.
 
         Args:
             names: class names, index = class id.
@@ -258,11 +259,11 @@ class Metrics:
         total = int(self.instances_per_class.sum())
         rows = [TableRow("all", self.images, total, self.p, self.r, self.map50, self.map)]
         figures = self.per_class
-        for i, class_id in enumerate(figures.classes):
-            ap50, ap = float(figures.ap[i, 0]), float(figures.ap[i].mean())
-            images, instances = int(self.images_per_class[class_id]), int(figures.instances[i])
-            p, r = float(figures.precision[i]), float(figures.recall[i])
-            rows.append(TableRow(names[class_id], images, instances, p, r, ap50, ap))
+        measured = np.column_stack((figures.precision, figures.recall, figures.ap[:, 0], figures.ap.mean(axis=1)))
+        by_class = dict(zip(figures.classes.tolist(), measured.tolist(), strict=True))
+        for class_id, name in enumerate(names):
+            images, instances = int(self.images_per_class[class_id]), int(self.instances_per_class[class_id])
+            rows.append(TableRow(name, images, instances, *by_class.get(class_id, [math.nan] * 4)))
         return rows
 
 
@@ -279,7 +280,7 @@ def summarize(
         names: class names; every class id is below their number.
 
     Returns:
-        The metrics; all zero without labels or without detections.
+        The metrics; zero without detections, nan without labels.
     """
     per_image = [np.bincount(ids.astype(np.int64), minlength=len(names)) for ids in target_cls]
     counts = np.array(per_image, dtype=np.int64).reshape(-1, len(names))  # (images, num_classes)
@@ -298,14 +299,18 @@ def summarize(
 
 
 def format_table(rows: Sequence[TableRow]) -> str:
-    """The validation table as aligned text, header first, one line a row."""
+    """The validation table as aligned text, header first, one line a row; "-" where nothing was measured."""
     shown = [row._replace(name=one_line(row.name)) for row in rows]
     width = max([22, *(len(row.name) for row in shown)])
     titles = ("Images", "Instances", "P", "R", "mAP50", "mAP50-95")
     lines = [f"{'Class':>{width}}" + "".join(f"{title:>11}" for title in titles)]
     for name, images, instances, *figures in shown:
-        lines.append(f"{name:>{width}}{images:>11}{instances:>11}" + "".join(f"{figure:>11.3f}" for figure in figures))
+        lines.append(f"{name:>{width}}{images:>11}{instances:>11}" + "".join(_figure(one) for one in figures))
     return "\n".join(lines)
+
+
+def _figure(value: float) -> str:
+    return f"{'-':>11}" if math.isnan(value) else f"{value:>11.3f}"
 
 
 @dataclass(frozen=True)
@@ -385,5 +390,5 @@ class ConfusionMatrix:
 
 
 def _mean(values: FloatArray) -> float:
-    """Mean over all elements, 0 if there is none."""
-    return float(values.mean()) if values.size else 0.0
+    """Mean over all elements, nan if there is none."""
+    return float(values.mean()) if values.size else math.nan

@@ -121,6 +121,8 @@ class Plots:
                 curves=getattr(figures.curves, word).astype(np.float32),
                 best=figures.confidence,
             )
+        if not len(names):  # nothing was measured
+            return
         confusion = ConfusionMatrix(len(self.names))
         for image in images:
             confusion.update(image.detections, image.labels)

@@ -194,7 +194,7 @@ def predict_config(keywords: Mapping[str, Any], weights: str) -> DetectConfig:
     problems = Problems()
     for name in keywords:
         if name not in known:
-            longer = [word for word in known if word.startswith(name)]  # conf, iou: how people shorten them
+            longer = [word for word in known if word.startswith(name)]  # how people shorten them
             hint = f"; did you mean {longer[0]}?" if len(longer) == 1 else nearest(name, known)
             problems.add(f"{name} is not a keyword of predict(){hint}")
     given = {name: value for name, value in keywords.items() if name in known and value is not None}

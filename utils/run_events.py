@@ -89,14 +89,12 @@ def figures(run: Run, evaluation: val.Evaluation | None) -> Figures | None:
 
 
 def class_maps(metrics: Metrics, names: Sequence[str]) -> dict[str, float]:
-    """Return the AP over IoU 0.5 to 0.95 of each class that has labels, by name.
+    """Return the AP over IoU 0.5 to 0.95 of each class by name, nan of one without labels.
 
     Args:
         metrics: of a validation.
         names: of the classes, index = class id; of those that several classes have, each is followed by the id.
     """
-    uses, figures = Counter(names), metrics.per_class
-    return {
-        names[i] if uses[names[i]] == 1 else f"{names[i]} ({i})": float(ap.mean())
-        for i, ap in zip(figures.classes.tolist(), figures.ap, strict=True)
-    }
+    uses = Counter(names)
+    rows = metrics.rows(names)[1:]
+    return {row.name if uses[row.name] == 1 else f"{row.name} ({i})": row.map for i, row in enumerate(rows)}

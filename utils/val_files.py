@@ -17,7 +17,7 @@ from utils.data_config import DataConfig
 from utils.dataset import LabelIndex
 from utils.detection_files import label_rows
 from utils.errors import UserError
-from utils.logging import get_logger
+from utils.logging import get_logger, without_nan
 from utils.metrics import FloatArray, ImageResult
 
 PREDICTIONS = "predictions.json"  # in a run folder
@@ -83,7 +83,7 @@ def coco_results(images: Sequence[ImageResult], index: LabelIndex, names: Sequen
 
 
 def write_json(path: Path, content: Any, indent: int | None = None) -> None:
-    """Write a JSON file, whole or not at all.
+    """Write a JSON file, whole or not at all; nan, which JSON does not have, is null.
 
     Args:
         path: in a run folder.
@@ -96,7 +96,7 @@ def write_json(path: Path, content: Any, indent: int | None = None) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beside.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=indent)
+            json.dump(without_nan(content), file, indent=indent)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
