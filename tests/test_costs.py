@@ -12,6 +12,7 @@ from tests.common import PROJECT
 from utils.config import load_yaml
 
 SIDE = 64
+NETWORKS = sorted(path.name for path in (PROJECT / "models").glob("*.yaml"))
 
 
 def network(name: str, activation: str = "") -> DetectionModel:
