@@ -9,8 +9,8 @@ import pytest
 
 from models.costs import count_flops
 from tests.common import PROJECT, golden
-from tests.test_layering import imported_names, project_modules
 from tests.test_costs import NETWORKS, network
+from tests.test_layering import imported_names, project_modules
 from utils import torch_utils
 from utils.config import TrainConfig
 from utils.errors import UserError
