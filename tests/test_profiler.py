@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(rows) == HEAVIEST == 10
     times = [float(row.split()[-3]) for row in rows]
     assert times == sorted(times, reverse=True)
-    assert "aten::convolution_backward" in table
+    assert re.search(r"aten::\S*conv\S*_backward", table)  # which one is the CPU's choice
     assert not (plain / "profile").exists()
 
 

@@ -128,8 +128,9 @@ def test_a_run_loads_nothing_that_it_does_not_need(tmp_path: Path, ranks: int) -
     script = tmp_path / "script.py"
     unneeded = {"matplotlib", "pandas"}
     script.write_text(
-        f"import atexit, sys\nlook = lambda: print('loaded', *({unneeded | {'torch.optim'}} & set(sys.modules)))\n"
-        "atexit.register(look)\nimport train\n"
+        "import atexit, os, sys\n"
+        f"found = lambda: ' '.join(['loaded', *({unneeded | {'torch.optim'}} & set(sys.modules))])\n"
+        "atexit.register(lambda: os.write(1, f'{found()}\\n'.encode()))\nimport train\n"  # in one piece: ranks share it
         "from utils.errors import run_cli\nrun_cli(lambda: train.main(sys.argv[1:]))\n"
     )
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
