@@ -39,20 +39,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def line(data: Path, folder: Path, ranks: int, *more: str) -> list[str]:
-    """On two ranks YOLOv5n; a third one adds to who shares the batch, whatever the network."""
-    cfg = [] if ranks == 2 else ["--cfg", str(data.parent / "net.yaml")]
-    return [*flags(data, folder, LINE), "--device", ",".join(["cpu"] * ranks), *cfg, *more]
+def line(data: Path, folder: Path, ranks: int, network: str, *more: str) -> list[str]:
+    cfg = str(data.parent / "net.yaml") if network == "small" else network
+    return [*flags(data, folder, LINE), "--device", ",".join(["cpu"] * ranks), "--cfg", cfg, *more]
 
 
 @pytest.fixture(scope="module")
-def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, float]]:
-    """Runs that were left alone, by number of ranks, and the seconds from the end of the header to their end."""
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], tuple[Path, float]]:
+    """Runs that were left alone, by ranks and network, and the seconds from the end of the header to their end."""
 
     @functools.cache
-    def run_of(ranks: int) -> tuple[Path, float]:
-        folder = tmp_path_factory.mktemp(f"whole{ranks}")
-        run = start(line(data, folder, ranks), folder, folder / "said")
+    def run_of(ranks: int, network: str) -> tuple[Path, float]:
+        folder = tmp_path_factory.mktemp(f"whole-{ranks}-{network}")
+        run = start(line(data, folder, ranks, network), folder, folder / "said")
         began = wait_for(HEADER, run, folder / "said")
         assert run.wait(LIMIT) == 0, (folder / "said").read_text()
         return folder / "run", time.monotonic() - began
@@ -86,27 +85,30 @@ VICTIMS = ("launcher", "first rank", "last rank", "all")
 
 
 @pytest.mark.parametrize(
-    ("ranks", "number"),
-    [(2, 3), *(pytest.param(2, number, marks=pytest.mark.slow) for number in range(21) if number != 3)]
-    + [pytest.param(3, number, marks=pytest.mark.slow) for number in range(10)],
+    ("ranks", "network", "number"),
+    [(2, "small", 3), *(pytest.param(2, "yolov5n", number, marks=pytest.mark.slow) for number in range(20))]
+    + [pytest.param(3, "small", number, marks=pytest.mark.slow) for number in range(10)],
 )
 def test_killed_at_a_random_moment(
-    data: Path, whole: Callable[[int], tuple[Path, float]], tmp_path: Path, ranks: int, number: int
+    data: Path, whole: Callable[[int, str], tuple[Path, float]], tmp_path: Path, ranks: int, network: str, number: int
 ) -> None:
-    """Weights, averages, optimizer, figures: all that last.pt and results.csv hold (ultralytics/ultralytics#24170)."""
-    expected, seconds = whole(ranks)
+    """Weights, averages, optimizer, figures: all that last.pt and results.csv hold (ultralytics/ultralytics#24170).
+
+    A third rank adds to who shares the batch, whatever the network is.
+    """
+    expected, seconds = whole(ranks, network)
     moment = random.Random(f"{ranks} {number}").random() * seconds
     folder = tmp_path / "killed"
     kill_at(
         moment,
         VICTIMS[number % len(VICTIMS)],
-        run := start(line(data, folder, ranks), folder, tmp_path / "1"),
+        run := start(line(data, folder, ranks, network), folder, tmp_path / "1"),
         tmp_path / "1",
     )
     assert run.returncode != 0 or moment > seconds / 2
     if run.returncode != 0:
         again = ["--resume", str(folder / "run")] if (folder / "run/weights/last.pt").exists() else []
-        again = again or line(data, folder, ranks, "--exist-ok")  # nothing was saved yet
+        again = again or line(data, folder, ranks, network, "--exist-ok")  # nothing was saved yet
         run = start(again, folder, tmp_path / "2")
         was_over = (
             run.wait(LIMIT) == 2 and "nothing is left to resume" in (tmp_path / "2").read_text()
