@@ -52,15 +52,26 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (plain / "profile").exists()
 
 
-@pytest.mark.parametrize(("batches", "looked_at"), [(1, [0]), (3, [0, 1, 2]), (5, [1, 2, 3, 4]), (20, [4, 5, 6, 7])])
-@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
+@pytest.mark.parametrize(("batches", "looked_at"), [(1, [0]), (3, [1, 2]), (5, [1, 2, 3, 4]), (20, [4, 5, 6, 7])])
+@pytest.mark.filterwarnings("error")
 def test_short_epochs(batches: int, looked_at: list[int], tmp_path: Path) -> None:
-    """A small data set is looked at as well; steps of later epochs are not."""
+    """A small data set is looked at as well, without a warning of PyTorch's; steps of later epochs are not."""
     with profiling(True, ALONE, tmp_path, batches) as step_done:
         for _ in range(3 * batches):
             torch.ones(3) + 1
             step_done()
     assert marks(tmp_path / "profile/trace.json") == [f"ProfilerStep#{step}" for step in looked_at]
+
+
+def test_a_resumed_run_keeps_its_first_look(tmp_path: Path) -> None:
+    """What lives of the run before have left stays as it is."""
+    for folder in ("profile", "profile2", "profile3"):
+        with profiling(True, ALONE, tmp_path, 2) as step_done:
+            step_done()
+            step_done()
+        (tmp_path / folder / "trace.json").write_text(folder)
+    assert [(tmp_path / f / "trace.json").read_text() for f in ("profile", "profile2")] == ["profile", "profile2"]
+    assert (tmp_path / "profile3/operators.txt").exists()
 
 
 def test_large_traces_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def profiling(wanted: bool, env: DistEnv, run_dir: Path, batches: int) -> Iterat
     """Look at some batches of the first epoch of a run in one process; the training is the same with it.
 
     Writes ``profile/trace.json`` (with ``.gz`` behind it if it is large), for Perfetto or chrome://tracing, and
-    ``profile/operators.txt``, which is printed too.
+    ``profile/operators.txt``, which is printed too; where a life of the run before has left these, ``profile2/``.
 
     Args:
         wanted: ``--profile``.
@@ -45,23 +46,36 @@ def profiling(wanted: bool, env: DistEnv, run_dir: Path, batches: int) -> Iterat
         yield no_step
         return
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of its stages, and on a CPU that there is no GPU
-    active = min(ACTIVE, batches)
+    active = min(ACTIVE, max(batches - 1, 1))
     warmup = min(WARMUP, batches - active)
     wait = min(WAIT, batches - active - warmup)
 
     def written(profiler: profile) -> None:
-        folder = run_dir / "profile"
-        folder.mkdir(exist_ok=True)
+        folder = _new_folder(run_dir)
         trace = _write_trace(profiler, folder)
         table = operator_table(profiler.key_averages(), env.device.type == "cuda", HEAVIEST)
         (folder / "operators.txt").write_text(table + "\n")
         first, last = wait + warmup + 1, wait + warmup + active
-        get_logger().info(f"profile     batches {first} to {last} of this run, in {trace}\n{table}")
+        shown = f"batches {first} to {last}" if last > first else f"batch {last}"
+        get_logger().info(f"profile     {shown} of this run, in {trace}\n{table}")
 
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (env.device.type == "cuda")]
-    plan = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-    with profile(activities=activities, schedule=plan, on_trace_ready=written) as profiler:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a single batch PyTorch warns that it was not warmed up
+        plan = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+    # acc_events: the events of all cycles, of which there is one; without it PyTorch 2.10 warns that there may be more.
+    with profile(activities=activities, schedule=plan, on_trace_ready=written, acc_events=True) as profiler:
         yield profiler.step
+
+
+def _new_folder(run_dir: Path) -> Path:
+    """Make the folder ``profile``; ``profile2`` and so on where a run was resumed and looked at again."""
+    folder, number = run_dir / "profile", 1
+    while folder.exists():
+        number += 1
+        folder = run_dir / f"profile{number}"
+    folder.mkdir()
+    return folder
 
 
 def _write_trace(profiler: profile, folder: Path) -> Path:
