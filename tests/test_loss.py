@@ -145,6 +145,16 @@ def test_one_class_has_no_class_loss() -> None:
     assert items[2] == 0 and items[0] > 0
 
 
+def test_weights_of_positives_are_made_on_the_device() -> None:
+    """The host waited for the device at each level where obj_pw or cls_pw is not 1: a number of its own is copied."""
+    outputs, targets = random_case()
+    loss_of = criterion(Hyp(obj_pw=0.7, cls_pw=0.5))
+    matches = loss_of.match(targets, 6, 320, 320)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss_of.sums(outputs, matches)
+    assert "aten::lift_fresh" not in {event.key for event in profile.key_averages()}
+
+
 def test_half_precision_outputs_are_scored_in_float32() -> None:
     outputs, targets = random_case()
     half = [output.bfloat16() for output in outputs]

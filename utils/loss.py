@@ -202,7 +202,8 @@ class DetectionLoss:
         return torch.stack([(1 - overlap).sum(), obj_sum, cls_sum])
 
     def _bce(self, logits: Tensor, wanted: Tensor, positive_weight: float) -> Tensor:
-        pos_weight = None if positive_weight == 1.0 else logits.new_tensor(positive_weight)
+        # Filled on the device: to copy a number there makes the host wait.
+        pos_weight = None if positive_weight == 1.0 else logits.new_full((), positive_weight)
         loss = F.binary_cross_entropy_with_logits(logits, wanted, pos_weight=pos_weight, reduction="none")
         if self.gamma == 0:
             return loss
