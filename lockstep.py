@@ -52,7 +52,7 @@ from utils.jobs import (
     write_job,
     write_outcome,
 )
-from utils.launch import GRACE, as_worker, end_with_parent, launch, orphaned, worker_devices
+from utils.launch import GRACE, as_worker, end_with_parent, launch, orphaned, variables_kept, worker_devices
 from utils.metrics import fitness
 from utils.predictions import Prediction, predict, predict_config
 from utils.torch_utils import (
@@ -369,16 +369,14 @@ def _relay(pipe: IO[bytes]) -> None:
 @contextlib.contextmanager
 def _settings_kept() -> Iterator[None]:
     """Put back what a run sets for its whole process: variables, random numbers, torch's choice of kernels."""
-    variables, python, numpy_state = dict(os.environ), random.getstate(), np.random.get_state()
+    python, numpy_state = random.getstate(), np.random.get_state()
     torch_state, repeatable = torch.get_rng_state(), torch.get_deterministic_debug_mode()
     cudnn = torch.backends.cudnn.deterministic
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
-        with _gpus_kept():
+        with variables_kept(), _gpus_kept():
             yield
     finally:
-        os.environ.clear()
-        os.environ.update(variables)
         random.setstate(python)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)

@@ -4,7 +4,10 @@ The processes themselves are in tests/dist.
 """
 
 import json
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from utils import command
 from utils.config import TrainConfig, find_yaml
 from utils.errors import UserError
 from utils.flags import given_flags
-from utils.launch import explain, worker_devices
+from utils.launch import explain, variables_kept, worker_devices
 from utils.torch_utils import ALONE, DistEnv, assign_device, backend
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -113,3 +116,25 @@ def test_the_rank_that_failed_is_named(lost: str, tmp_path: Path) -> None:
     alone = explain({0: failed(0, 1, lost, tmp_path)})
     assert "another rank left in the middle of the run, without an error of its own" in alone.text
     assert "another rank left" not in explain({1: failed(1, 2, cause, tmp_path)}).text, "a line of code is no error"
+
+
+def test_variables_are_put_back_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads read them meanwhile, and found none at all; nor are those touched that are as they were."""
+    touched: list[str] = []
+    done = False
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("os.putenv", "os.unsetenv") and not done:
+            touched.append(os.fsdecode(arguments[0]))
+
+    for name, value in (("KEPT", "a"), ("CHANGED", "b"), ("REMOVED", "c")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("ADDED", raising=False)
+    before = dict(os.environ)
+    with variables_kept({"CHANGED": "d"}):
+        os.environ["ADDED"] = "e"
+        del os.environ["REMOVED"]
+        sys.addaudithook(note)  # stays; hence `done`
+    done = True
+    assert dict(os.environ) == before
+    assert sorted(touched) == ["ADDED", "CHANGED", "REMOVED"]

@@ -100,7 +100,7 @@ def launch(
         logging.getLogger(name).setLevel(logging.CRITICAL)  # it is said better below
     logs = folder or _log_folder()
     try:
-        with _variables(_worker_variables(devices, max_restarts > 0)):
+        with variables_kept(_worker_variables(devices, max_restarts > 0)):
             config = LaunchConfig(
                 min_nodes=1,
                 max_nodes=1,
@@ -161,15 +161,19 @@ def _worker_variables(devices: Sequence[torch.device], restarts: bool) -> dict[s
 
 
 @contextlib.contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for a while, and take back what the launcher sets of its own."""
+def variables_kept(values: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Set environment variables for a while, and take back what is set of others meanwhile.
+
+    One by one, and only those that differ: other threads read them at any time.
+    """
     before = dict(os.environ)
-    os.environ.update(values)
+    os.environ.update(values or {})
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name in os.environ.keys() - before.keys():
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
 def _note(logs: Path) -> str:
