@@ -91,8 +91,9 @@ class Family:
 def fit_anchors(raw_model: DetectionModel, index: LabelIndex, hyp: Hyp, imgsz: int, seed: int, env: DistEnv) -> None:
     """Keep the anchors if they fit the labels of the training split, else find others. Collective.
 
-    They are kept if at least 98 % of the labels match one of them. Found ones are taken only if more labels match them;
-    in place of generic ones (the YAML names a number of anchors) also if as many do and more closely.
+    They are kept if at least 98 % of the labels match one of them, or if the head is frozen. Found ones are taken only
+    if more labels match them; in place of generic ones (the YAML names a number of anchors) also if as many do and more
+    closely.
 
     Args:
         raw_model: the network; its anchors may change.
@@ -114,8 +115,9 @@ def fit_anchors(raw_model: DetectionModel, index: LabelIndex, hyp: Hyp, imgsz: i
     anchors = raw_model.anchors.numpy()
     before = autoanchor.measure(anchors, sizes, hyp.anchor_t)
     text = f"best possible recall {before.bpr:.4f}, {before.aat:.2f} anchors match a label: "
-    if once(lambda: before.bpr >= autoanchor.GOOD_RECALL and not generic, env):
-        log.info(f"anchors     {text}kept")
+    frozen = len(raw_model.model) - 1 in raw_model.frozen
+    if frozen or once(lambda: before.bpr >= autoanchor.GOOD_RECALL and not generic, env):
+        log.info(f"anchors     {text}kept{', for the head is frozen' * frozen}")
         return
     found = once(lambda: autoanchor.search(sizes, anchors.shape[0], anchors.shape[1], hyp.anchor_t, seed), env)
     after = autoanchor.measure(found, sizes, hyp.anchor_t)

@@ -110,15 +110,18 @@ def start_from(raw_model: DetectionModel, weights: str, checkpoint: Mapping[str,
 
 
 def freeze(raw_model: DetectionModel, layers: Sequence[int]) -> None:
-    """Stop training some layers: one number N means the first N, several mean exactly these. BatchNorm still adapts."""
+    """Stop training some layers: one number N means the first N, several mean exactly these.
+
+    Raises:
+        UserError: there is no such layer, or nothing is left to train.
+    """
     typed = " ".join(map(str, layers))
     frozen = set(range(layers[0]) if len(layers) == 1 else layers)
     outside = sorted(frozen - set(range(len(raw_model.model))))
     if outside:
         last = len(raw_model.model) - 1
         raise UserError(f"--freeze {typed}: there is no layer {outside[0]}, the network has layers 0 to {last}")
-    for layer in frozen:
-        raw_model.model[layer].requires_grad_(False)
+    raw_model.freeze(frozen)
     if not any(parameter.requires_grad for parameter in raw_model.parameters()):
         raise UserError(f"--freeze {typed} leaves nothing to train")
 

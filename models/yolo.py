@@ -5,7 +5,7 @@ H W rows and columns of a level's map.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ class DetectionModel(nn.Module):
     Attributes:
         model: the rows' modules, the head last; parameter names start with ``model.ROW``.
         yaml: the spec with ``nc`` = C: what is needed to build this network again.
+        frozen: rows that are not trained.
 
     Raises:
         UserError: the YAML has a mistake (see `parse_model`), or the number of names is not C.
@@ -43,6 +44,7 @@ class DetectionModel(nn.Module):
         if len(self.names) != num_classes:
             raise UserError(f"names lists {len(self.names)} classes, but the network has {num_classes}")
         self.yaml: dict[str, Any] = {**copy.deepcopy(dict(spec)), "nc": num_classes}
+        self.frozen: frozenset[int] = frozenset()
 
     @property
     def detect(self) -> Detect:
@@ -65,6 +67,20 @@ class DetectionModel(nn.Module):
     def anchors(self) -> Tensor:
         """(L, A, 2) widths and heights of the head's anchors, pixels, on the CPU."""
         return self.detect.anchors.detach().cpu().double() * self.stride.double().view(-1, 1, 1)
+
+    def freeze(self, rows: Iterable[int]) -> None:
+        """Keep rows as they are while others are trained, BatchNorm's statistics included."""
+        self.frozen = frozenset(rows)
+        for row in self.frozen:
+            self.model[row].requires_grad_(False)
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> "DetectionModel":
+        """Switch to training or evaluation; frozen rows compute as in evaluation, which changes no statistics."""
+        super().train(mode)
+        for row in self.frozen:
+            self.model[row].eval()
+        return self
 
     @torch.no_grad()
     def set_anchors(self, sizes: Sequence[Sequence[Sequence[float]]]) -> None:

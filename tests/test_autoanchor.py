@@ -222,6 +222,16 @@ def test_a_worse_find_is_not_taken(log: pytest.LogCaptureFixture, monkeypatch: p
     assert model.yaml == before and "kept, a search found none that more labels match" in log.text
 
 
+def test_a_frozen_head_keeps_its_anchors(log: pytest.LogCaptureFixture) -> None:
+    """Its weights are for these: frozen layers stay bit-identical (ultralytics/ultralytics#9391)."""
+    model = DetectionModel(shipped("yolov5n"), 2)
+    before = model.anchors
+    model.freeze([24])
+    fit_anchors(model, index_of(unusual()), Hyp(), 640, 0, ENV)
+    assert torch.equal(model.anchors, before)
+    assert log.messages[-1].endswith("kept, for the head is frozen")
+
+
 def test_good_anchors_are_kept(log: pytest.LogCaptureFixture) -> None:
     model = DetectionModel(shipped("yolov5n"), 2)
     before = copy.deepcopy(model.yaml)

@@ -1,5 +1,6 @@
 """How a network gets ready: structure, weights, frozen layers, image size."""
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,19 @@ def test_freeze(layers: list[int], frozen: list[int]) -> None:
     freeze(model, layers)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == (int(name.split(".")[1]) not in frozen), name
+
+
+@pytest.mark.parametrize("typed", [[2], [0, 1], [1, 3]])
+def test_frozen_layers_measure_nothing(typed: list[int]) -> None:
+    """Nor do they count batches; others do, whatever is called on the network (ultralytics/ultralytics PR 8753)."""
+    model = DetectionModel(SPEC, 2)
+    freeze(model, typed)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for network in (model, copy.deepcopy(model), model.eval().train()):
+        sum(output.square().mean() for output in network(torch.rand(2, 3, 32, 32))).backward()
+        state = network.state_dict().items()
+        changed = {int(name.split(".")[1]) for name, value in state if not torch.equal(value, before[name])}
+        assert changed == {0, 1, 2} - (set(range(typed[0])) if len(typed) == 1 else set(typed))
 
 
 def test_freeze_too_much() -> None:
