@@ -40,6 +40,7 @@ from utils.detection_files import DetectionFiles, annotate
 from utils.devices import check_half
 from utils.drawing import lettering_doubts
 from utils.errors import Problems, UserError, run_cli
+from utils.flags import repeated_flags
 from utils.logging import get_logger
 from utils.preflight import check_run_folder
 from utils.run_folder import create_run_dir
@@ -231,8 +232,11 @@ def show(frame: Frame, picture: NDArray[np.uint8]) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and detect."""
-    config = parse_detect(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    config = parse_detect(argv)
     with process_group(config.device) as env:
+        for sentence in repeated_flags(DetectConfig, argv):
+            get_logger().info(sentence)
         run(config, env)
 
 

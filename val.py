@@ -42,6 +42,7 @@ from utils.dataloaders import Batch, ValLoader, choose_num_workers, val_loader
 from utils.dataset import LabelIndex
 from utils.devices import time_on, upload
 from utils.errors import run_cli
+from utils.flags import repeated_flags
 from utils.heartbeat import Phase, beat, beating
 from utils.image_cache import ImageCache
 from utils.inputs import check_classes, read_val_inputs
@@ -419,6 +420,8 @@ def main(argv: list[str] | None = None) -> int:
         check_classes(config)
         return say(launch([__file__, *argv], devices))
     with process_group(config.device, env, config.dist_timeout) as env:
+        for sentence in repeated_flags(ValConfig, argv):
+            get_logger().info(sentence)
         run(config, env)
     return 0
 

@@ -2,7 +2,7 @@
 
 A class whose fields are flags has the class variables ``script`` (its file), ``examples`` (top of the help page) and
 ``not_yet`` (flags, or a flag and one of its values, of features that are not there, each with a sentence), of which
-``not_planned`` names those that are not to come.
+``not_planned`` names those that are not to come. It may have ``elsewhere``: what names are that are no flags.
 """
 
 import argparse
@@ -54,6 +54,9 @@ def flag(default: Any, group: str, text: str, *aliases: str, **metadata: Any) ->
 
 def given_flags(kind: type[Any], argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Return what was typed, by field name, converted to the fields' types; a flag that was not typed is absent.
+
+    Of a flag that is there twice the last value counts: scripts do that to override what they were given. Two spellings
+    of a flag with different values are a mistake.
 
     Args:
         kind: dataclass whose fields are flags.
@@ -123,6 +126,20 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
 
+class _Remembering(argparse.Action):
+    """Keeps all values that a flag is given on a command line, each with its spelling: [(spelling, value), ...]."""
+
+    def __call__(self, parser: object, namespace: Any, values: object, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), (option_string, values)])
+
+
+class _RememberingSwitch(argparse.BooleanOptionalAction, _Remembering):
+    """The same of a flag that can be turned off, as --no-NAME."""
+
+    def __call__(self, parser: object, namespace: Any, values: object, option_string: str | None = None) -> None:
+        _Remembering.__call__(self, parser, namespace, not str(option_string).startswith("--no-"), option_string)
+
+
 class _NotYetAction(argparse.Action):
     """Swallows a flag of a later feature with its value, so that the other flags are still checked."""
 
@@ -157,17 +174,18 @@ def _argument(item: Field[Any]) -> dict[str, Any]:
     if item.type is bool:
         return {"action": "store_true"}
     if item.type == bool | None:
-        return {"action": argparse.BooleanOptionalAction}
+        return {"action": _RememberingSwitch}
     if "choices" in item.metadata:
         metavar = "{" + ",".join(item.metadata["choices"]) + "}"
     else:
         letters: dict[Any, str] = {int: "N", float: "X"}
         metavar = item.metadata.get("metavar") or letters.get(_element(item), item.name.upper())
+    argument: dict[str, Any] = {"metavar": metavar, "action": _Remembering}
     if item.type in (list[int], list[str]):
-        return {"metavar": metavar, "nargs": "+"}
+        return argument | {"nargs": "+"}
     if "const" in item.metadata:
-        return {"metavar": metavar, "nargs": "?", "const": item.metadata["const"]}
-    return {"metavar": metavar}
+        return argument | {"nargs": "?", "const": item.metadata["const"]}
+    return argument
 
 
 def _read(parser: _Parser, kind: type[Any], argv: Sequence[str] | None) -> dict[str, Any]:
@@ -176,17 +194,65 @@ def _read(parser: _Parser, kind: type[Any], argv: Sequence[str] | None) -> dict[
     typed = vars(namespace)
     for spelling in typed.get("not_yet", []):
         problems.add(f"{spelling} is not available yet: {kind.not_yet[spelling]}")
-    _report_unknown(unknown, _known(kind), problems)
+    _report_unknown(unknown, kind, problems)
     given = {}
     for item in dataclasses.fields(kind):
         if item.name in typed:
             try:
-                given[item.name] = _convert(item, typed[item.name])
+                values = {spelling: _convert(item, value) for spelling, value in _occurrences(typed[item.name])}
             except ValueError as error:
                 problems.add(str(error))
+                continue
+            given[item.name] = _convert(item, _occurrences(typed[item.name])[-1][1])
+            if item.type != bool | None:  # whose second spelling is its other value
+                _check_spellings(values, problems)
     check_values(kind, given, problems)
     problems.raise_if_any()
     return given
+
+
+def repeated_flags(kind: type[Any], argv: Sequence[str]) -> list[str]:
+    """Return a sentence for each flag that stands on a command line with different values, of which the last counts.
+
+    Args:
+        kind: dataclass whose fields are flags.
+        argv: a command line that `given_flags` takes.
+    """
+    typed = vars(_parser(kind).parse_known_args(_pasted(argv, kind))[0])
+    said = []
+    for item in dataclasses.fields(kind):
+        *before, last = _occurrences(typed.get(item.name, True))
+        others = [one for one in before if _convert(item, one[1]) != _convert(item, last[1])]
+        if others:
+            said.append(f"{_as_typed(*last)} counts, given after {', '.join(_as_typed(*one) for one in others)}")
+    return said
+
+
+def without_flags(kind: type[Any], argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return a command line without some of its flags, by field name, and their values."""
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for item in dataclasses.fields(kind):
+        if item.name in names:
+            parser.add_argument(*_spellings(item), dest=item.name, **_argument(item))
+    return parser.parse_known_args(_pasted(argv, kind))[1]
+
+
+def _occurrences(typed: Any) -> list[tuple[str, Any]]:
+    """Return spelling and value of each time that a flag was typed; switches that can't be turned off come as True."""
+    return typed if isinstance(typed, list) else [("", typed)]
+
+
+def _as_typed(spelling: str, value: Any) -> str:
+    words = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
+    return " ".join([spelling, *words])
+
+
+def _check_spellings(values: Mapping[str, Any], problems: Problems) -> None:
+    """Add a problem if spellings of the same flag, or keyword, have different values."""
+    (first, value), *others = values.items()
+    for spelling, other in others:
+        if other != value:
+            problems.add(f"{first} {value} and {spelling} {other} are the same setting; leave one of them out")
 
 
 def given_keywords(kind: type[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,18 +263,23 @@ def given_keywords(kind: type[Any], keywords: Mapping[str, Any]) -> dict[str, An
         keywords: such as ``batch=64, data="my.yaml"``; dashes are underscores, paths and lists may be objects.
 
     Raises:
-        UserError: unknown or unavailable keywords, wrong types, values out of range: all of them at once.
+        UserError: unknown or unavailable keywords, wrong types, values out of range, different values under two
+            spellings: all of them at once.
     """
     fields = {_keyword(spelling): item for item in dataclasses.fields(kind) for spelling in _spellings(item)}
     later = {_keyword(spelling): spelling for spelling in kind.not_yet if " " not in spelling}
     problems, given = Problems(), {}
+    spelled: dict[str, dict[str, Any]] = {}
     for name, value in keywords.items():
         if name in fields:
             given[fields[name].name] = _plain(value, fields[name].type)
+            spelled.setdefault(fields[name].name, {})[name] = given[fields[name].name]
         elif name in later:
             problems.add(f"{name} is not available yet: {kind.not_yet[later[name]]}")
         else:
-            problems.add(f"{name} is not a keyword{nearest(name, fields)}")
+            problems.add(f"{name} is not a keyword{_hint(name, kind, fields)}")
+    for values in spelled.values():
+        _check_spellings(values, problems)
     check_values(kind, given, problems)
     problems.raise_if_any()
     return given
@@ -268,7 +339,8 @@ def _unquoted(value: str) -> str:
     return value[1:-1] if re.fullmatch(f"{QUOTE}.*{QUOTE}|'.*'", value) else value
 
 
-def _report_unknown(unknown: Sequence[str], known: Sequence[str], problems: Problems) -> None:
+def _report_unknown(unknown: Sequence[str], kind: type[Any], problems: Problems) -> None:
+    known = _known(kind)
     after_unknown_flag = False
     bare = [word for word in unknown if f"--{word.partition('=')[0]}" in known and "=" in word]  # epochs=3
     if bare:
@@ -278,11 +350,18 @@ def _report_unknown(unknown: Sequence[str], known: Sequence[str], problems: Prob
         is_flag = word.startswith("-")
         if is_flag:
             spelling = word.partition("=")[0]
-            problems.add(f"{spelling} is not a flag{nearest(spelling, known)}")
+            problems.add(f"{spelling} is not a flag{_hint(spelling, kind, known)}")
         elif not after_unknown_flag and word not in bare:  # otherwise it is the unknown flag's value
             hint = "; quotes that hold words together are ' or \"" if re.search(QUOTE, word) else ""
             problems.add(f"{word!r} belongs to no flag{hint}")
         after_unknown_flag = is_flag
+
+
+def _hint(name: str, kind: type[Any], known: Iterable[str]) -> str:
+    """Return what an unknown flag or keyword is instead, or the nearest one that is known; "" if there is none."""
+    elsewhere: Mapping[str, str] = getattr(kind, "elsewhere", {})
+    plain = _keyword(name)
+    return f" but {elsewhere[plain]}" if plain in elsewhere else nearest(name, known)
 
 
 def _convert(item: Field[Any], value: Any) -> Any:
