@@ -54,7 +54,7 @@ from utils.data_report import NOTHING_FOUND, REPLACED, ScanReport, UnreadableIma
 from utils.dataloaders import Batch, TrainLoader, ValLoader, choose_num_workers, resize_batch, train_loader, val_loader
 from utils.devices import to_device, upload
 from utils.errors import DivergedError, NotWrittenError, run_cli
-from utils.flags import given_flags
+from utils.flags import given_flags, repeated_flags, without_flags
 from utils.header import header, remedies
 from utils.heartbeat import Phase, beat
 from utils.inputs import read_inputs
@@ -166,6 +166,8 @@ def carry_out(run: Run, resumed: bool) -> Results:
         train_batches, val_batches = open_loaders(run, stack)
         stack.enter_context(deaths_explained())
         log.info(header(run))
+        for doubt in run.schedule.doubts():
+            log.warning(doubt)
         run.plots.add_labels(run.train_index)
         run.callbacks.train_start(train_start(run, LOSSES, resumed))
 
@@ -211,7 +213,7 @@ def set_up(
     inputs = read_inputs(config, env, resumed)
     config = dataclasses.replace(config, weights=shown_weights(config.weights))  # what travelled is gone afterwards
     hyp, data, plan, family, raw_model, imgsz = (
-        inputs.hyp, inputs.data, inputs.plan, inputs.family, inputs.raw_model, inputs.imgsz
+        inputs.recipe.hyp, inputs.data, inputs.plan, inputs.family, inputs.raw_model, inputs.imgsz
     )  # fmt: skip
 
     # 3. model: anchors, loss, optimizer, schedule, EMA --------------------------------------------------------------
@@ -253,6 +255,8 @@ def set_up(
         stop=StopRequest(seconds_of(config.time_limit)),
         state=TrainState(),
         unreadable=UnreadableImages(run_dir),
+        recipe_note=inputs.recipe.note,
+        step_bytes=inputs.step_bytes,
     )
 
     # 4. resume, then join the ranks' networks -----------------------------------------------------------------------
@@ -578,9 +582,9 @@ def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, Va
     stride = run.raw_model.max_stride
     if run.hyp.copy_paste and (run.train_index.points is None or config.rect or not run.hyp.mosaic):
         get_logger().info(f"copy_paste {run.hyp.copy_paste:g} of the recipe has no effect: no polygons or mosaics")
-    train_cache = create_cache(run.train_index, imgsz, config.cache, env, train=True)
+    train_cache = create_cache(run.train_index, imgsz, config.cache, env, train=True, spare=run.step_bytes)
     stack.enter_context(contextlib.closing(train_cache))
-    val_cache = create_cache(run.val_index, imgsz, config.cache, env, train=False)
+    val_cache = create_cache(run.val_index, imgsz, config.cache, env, train=False, spare=run.step_bytes)
     stack.enter_context(contextlib.closing(val_cache))
     train_set = DetectionDataset(
         run.train_index, train_cache, run.hyp, imgsz, config.seed, config.rect, strict=config.strict
@@ -707,10 +711,13 @@ def main(argv: list[str] | None = None) -> int:
     if config and devices:
         more = for_workers(given, config, resumed, devices)
         resumed = None  # workers read their own
-        command = [__file__, *argv, "--device", device, "--batch-size", str(more["batch_size"])]
+        command = [__file__, *without_flags(TrainConfig, argv, ("device", "batch_size"))]
+        command += ["--device", device, "--batch-size", str(more["batch_size"])]
         return say(launch(command, devices, max_restarts=config.max_restarts))
     timeout = given.get("dist_timeout", TrainConfig.dist_timeout)
     with stops_end_the_process(), process_group(device, env, timeout) as env:
+        for sentence in repeated_flags(TrainConfig, argv):
+            get_logger().info(sentence)
         begin(given, config, resumed, env)
     return 0
 

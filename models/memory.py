@@ -7,11 +7,14 @@ from models.yolo import DetectionModel
 from utils.errors import UserError
 from utils.image_cache import free_memory
 from utils.steps import BufferSnapshot, Precision
+from utils.torch_utils import DistEnv
 
-COPIES = 4  # of the weights: raw, gradient, momentum, average
+TRAINED_COPIES = 2  # of the weights that are trained: gradient and momentum
 
 
-def check_batch(raw_model: DetectionModel, batch: int, imgsz: int, precision: Precision, device: torch.device) -> None:
+def check_batch(
+    raw_model: DetectionModel, batch: int, imgsz: int, precision: Precision, env: DistEnv, shares: int = 1
+) -> int:
     """Refuse a batch that one device can't hold. The network is left as it was.
 
     Args:
@@ -19,34 +22,51 @@ def check_batch(raw_model: DetectionModel, batch: int, imgsz: int, precision: Pr
         batch: images of one forward and backward pass on this device.
         imgsz: largest side of the images, pixels.
         precision: of the forward pass.
-        device: where.
+        env: this rank's place.
+        shares: devices that a global batch is shared out over.
+
+    Returns:
+        Least bytes of the machine's memory that a step takes on all its ranks together; 0 where devices have their own.
 
     Raises:
-        UserError: names the batch, what it would take, and a batch that fits.
+        UserError: names the batch, what it would take, and a global batch that fits.
     """
-    if device.type == "cpu":
-        _check_estimate(raw_model, batch, imgsz, precision)
-    elif device.type == "cuda":
-        _probe(raw_model, batch, imgsz, precision, device)
+    if env.device.type == "cpu":
+        return _check_estimate(raw_model, batch, imgsz, precision, env.local_world_size, shares)
+    if env.device.type == "cuda":
+        _probe(raw_model, batch, imgsz, precision, env.device, shares)
+    return 0
 
 
-def _check_estimate(raw_model: DetectionModel, batch: int, imgsz: int, precision: Precision) -> None:
-    """Compare the least that a step takes with what is free; so close to it that no batch is refused that would fit."""
+def _check_estimate(
+    raw_model: DetectionModel, batch: int, imgsz: int, precision: Precision, ranks: int, shares: int
+) -> int:
+    """Compare the least that a step takes with what is free; so close to it that no batch is refused that would fit.
+
+    All ranks of a machine live in the same memory, and ask before any of them has begun to fill it. The weights are in
+    there already.
+    """
     width = 1.0 if precision.name == "off" else 0.5  # of what is kept, in fp32
     per_image = int(saved_bytes(raw_model, imgsz) * width)
-    fixed = COPIES * sum(parameter.numel() * parameter.element_size() for parameter in raw_model.parameters())
+    average = sum(parameter.nbytes for parameter in raw_model.parameters())
+    trained = sum(parameter.nbytes for parameter in raw_model.parameters() if parameter.requires_grad)
+    fixed = average + TRAINED_COPIES * trained
     free = free_memory()
-    needed = fixed + batch * per_image
+    needed = ranks * (fixed + batch * per_image)
     if needed > free:
-        fitting = (free - fixed) // per_image
+        fitting = (free // ranks - fixed) // per_image
         raise UserError(
-            f"--batch-size: a step of {batch} images at {imgsz} pixels takes at least {needed / 1e9:.1f} GB of memory, "
-            f"{free / 1e9:.1f} GB are free; use "
-            + (f"--batch-size {_round_down(fitting)}" if fitting > 0 else "a smaller network or --imgsz")
+            f"--batch-size: a step of {batch} images at {imgsz} pixels{f' on each of {ranks} ranks' * (ranks > 1)} "
+            f"takes at least {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free; use "
+            + (f"--batch-size {_round_down(fitting) * shares}" if fitting > 0 else "a smaller network or --imgsz")
+            + " or fewer ranks" * (ranks > 1)
         )
+    return needed
 
 
-def _probe(raw_model: DetectionModel, batch: int, imgsz: int, precision: Precision, device: torch.device) -> None:
+def _probe(
+    raw_model: DetectionModel, batch: int, imgsz: int, precision: Precision, device: torch.device, shares: int
+) -> None:
     """Run one step on grey images on a GPU, without changing weights or statistics."""
     buffers = BufferSnapshot(raw_model)
     buffers.take()
@@ -68,7 +88,7 @@ def _probe(raw_model: DetectionModel, batch: int, imgsz: int, precision: Precisi
         free, total = torch.cuda.mem_get_info(device)
         raise UserError(
             f"--batch-size: a step of {batch} images at {imgsz} pixels does not fit into the {total / 2**30:.0f} GiB "
-            f"of {device}, of which {free / 2**30:.1f} are free; try --batch-size {_round_down(batch - 1)} "
+            f"of {device}, of which {free / 2**30:.1f} are free; try --batch-size {_round_down(batch - 1) * shares} "
             "or a smaller --imgsz"
         )
 

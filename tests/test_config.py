@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,21 +15,25 @@ import yaml
 
 from tests.common import PROJECT
 from utils.config import (
+    SHIPPED,
+    SHIPPED_RECIPES,
     DetectConfig,
     Hyp,
+    Recipe,
     TrainConfig,
     ValConfig,
     build_config,
     config_to_dict,
     find_yaml,
     load_hyp,
+    load_recipe,
     load_yaml,
     parse_detect,
     parse_train,
     parse_val,
 )
 from utils.errors import Problems, UserError, run_cli
-from utils.flags import flags_page, given_flags, given_keywords
+from utils.flags import flags_page, given_flags, given_keywords, repeated_flags, without_flags
 from utils.run_folder import write_yaml
 
 HEAVY = ("numpy", "torch", "cv2", "pandas", "matplotlib", "tqdm")
@@ -178,6 +183,82 @@ def test_the_local_rank_of_old_launchers_is_ignored(line: str) -> None:
 )
 def test_mistakes_in_flags(line: str, words: str) -> None:
     assert words in train_error(line) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "message"),
+    [
+        (
+            TrainConfig,
+            "--batch 8 --batch-size 16",
+            "--batch 8 and --batch-size 16 are the same setting; leave one of them",
+        ),
+        (TrainConfig, "--img 64 --epochs 3 --imgsz 96", "--img 64 and --imgsz 96 are the same setting"),
+        (ValConfig, "--weights x --img-size 64 --img 96", "--img-size 64 and --img 96 are the same setting"),
+        (DetectConfig, "--weights x --img 64 96 --imgsz 96", "--img [64, 96] and --imgsz [96] are the same setting"),
+    ],
+)
+def test_two_spellings_of_a_flag_that_differ(kind: type[Any], line: str, message: str) -> None:
+    """The later one won, without a word."""
+    with pytest.raises(UserError) as info:
+        given_flags(kind, line.split())
+    assert str(info.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("line", "given", "said"),
+    [
+        ("--epochs 9 --epochs 9", {"epochs": 9}, []),
+        ("--batch 8 --batch-size 8", {"batch_size": 8}, []),
+        ("--freeze 0 1 --freeze 0,1", {"freeze": [0, 1]}, []),
+        ("--noval --noval", {"noval": True}, []),
+        ("--epochs 9 --noval --epochs 3", {"epochs": 3, "noval": True}, ["--epochs 3 counts, given after --epochs 9"]),
+        ("--freeze 0 1 --freeze 3", {"freeze": [3]}, ["--freeze 3 counts, given after --freeze 0 1"]),
+        ("--sync-bn --no-sync-bn", {"sync_bn": False}, ["--no-sync-bn counts, given after --sync-bn"]),
+        ("--resume --resume a", {"resume": "a"}, ["--resume a counts, given after --resume"]),
+        ("--seed 1 --seed 2 --seed 3", {"seed": 3}, ["--seed 3 counts, given after --seed 1, --seed 2"]),
+    ],
+)
+def test_flags_that_are_given_twice(line: str, given: dict[str, Any], said: list[str]) -> None:
+    """Scripts override flags that way ($ARGS --epochs 3): the last one counts, and that is said."""
+    assert given_flags(TrainConfig, line.split()) == given
+    assert repeated_flags(TrainConfig, line.split()) == said
+
+
+def test_flags_are_taken_off_a_command_line() -> None:
+    line = "--batch -1 --freeze 0 1 --device=0,1 --cache --save-period -1 --batch-size 8 --name x --resume"
+    rest = without_flags(TrainConfig, line.split(), ("device", "batch_size"))
+    assert rest == ["--freeze", "0", "1", "--cache", "--save-period", "-1", "--name", "x", "--resume"]
+
+
+@pytest.mark.parametrize("name", ["lr0", "mosaic", "warmup_bias_lr"])
+def test_hyperparameters_are_no_flags(name: str) -> None:
+    """Where they belong is said, on the command line and from Python."""
+    where = f"a hyperparameter: write {name} into a YAML file and give that as --hyp (hyp=... from Python)"
+    for error in (
+        lambda: given_flags(TrainConfig, [f"--{name.replace('_', '-')}", "0.1"]),
+        lambda: given_keywords(TrainConfig, {name: 0.1}),
+    ):
+        with pytest.raises(UserError, match=re.escape(where)):
+            error()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "given"),
+    [
+        ({"batch": 8, "batch_size": 16}, None),
+        ({"batch_size": 16, "batch": 8}, None),
+        ({"img": 64, "imgsz": 96}, None),
+        ({"batch": 8, "batch_size": 8}, {"batch_size": 8}),
+    ],
+)
+def test_two_spellings_of_a_keyword(keywords: dict[str, Any], given: dict[str, Any] | None) -> None:
+    if given is not None:
+        assert given_keywords(TrainConfig, keywords) == given
+        return
+    (first, value), (second, other) = keywords.items()
+    with pytest.raises(UserError, match=f"^{first} {value} and {second} {other} are the same setting; leave one"):
+        given_keywords(TrainConfig, keywords)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +427,58 @@ def test_shipped_recipes(name: str) -> None:
     assert set(load_yaml(find_yaml(f"hyp.{name}", "hyp"))) == set(SCRATCH_LOW)
 
 
+# Learning rates, for the optimizer that is used -----------------------------------------------------------------------
+
+
+def test_each_shipped_recipe_is_for_an_optimizer() -> None:
+    assert set(SHIPPED_RECIPES) == {path.name for path in SHIPPED["hyp"].iterdir()}
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW"])
+@pytest.mark.parametrize("name", SHIPPED_RECIPES)
+def test_learning_rates_suit_the_optimizer(name: str, optimizer: str) -> None:
+    """Adam at SGD's 0.01 does not learn (ultralytics/yolov5#8234, #5284); SGD at Adam's 0.001 is slow."""
+    own, recipe = load_hyp(name), load_recipe(name, optimizer)
+    rates = (recipe.hyp.lr0, recipe.hyp.warmup_bias_lr)
+    if (SHIPPED_RECIPES[name] == "SGD") == (optimizer == "SGD"):
+        assert recipe == Recipe(own)
+    elif optimizer == "SGD":
+        assert rates == (0.01, 0.1)
+        assert recipe.note == "lr0 0.01 and warmup_bias_lr 0.1 for SGD in place of 0.004 and 0.004, for AdamW"
+    else:
+        assert rates == (0.001, 0.001)
+        assert recipe.note == (
+            f"lr0 0.001 and warmup_bias_lr 0.001 for {optimizer} in place of {own.lr0:g} and {own.warmup_bias_lr:g}, "
+            "for SGD"
+        )
+    assert dataclasses.replace(recipe.hyp, lr0=own.lr0, warmup_bias_lr=own.warmup_bias_lr) == own
+    assert not recipe.doubts
+
+
+@pytest.mark.parametrize(
+    ("text", "optimizer", "rates", "note", "doubts"),
+    [
+        ("lr0: 0.002\nwarmup_bias_lr: 0", "Adam", (0.002, 0.0), "", 0),
+        ("lr0: 0.002", "Adam", (0.002, 0.002), "warmup_bias_lr 0.002 for Adam in place of 0.1, for SGD", 0),
+        ("mosaic: 0", "AdamW", (0.001, 0.001), "lr0 0.001 and warmup_bias_lr 0.001 for AdamW in place of ", 0),
+        ("lr0: 0.01\nwarmup_bias_lr: 0.1", "AdamW", (0.01, 0.1), "", 2),  # a copy of a shipped recipe
+        ("lr0: 0.01", "AdamW", (0.01, 0.01), "warmup_bias_lr 0.01 for AdamW in place of 0.1, for SGD", 1),
+        ("lr0: 0.002", "SGD", (0.002, 0.1), "", 0),
+        ("mosaic: 0", "SGD", (0.01, 0.1), "", 0),
+    ],
+)
+def test_learning_rates_chosen_by_hand(
+    text: str, optimizer: str, rates: tuple[float, float], note: str, doubts: int, tmp_path: Path
+) -> None:
+    """A file of one's own that names them; also under a shipped recipe's name."""
+    recipe = load_recipe(write(tmp_path / "hyp.scratch-low.yaml", text), optimizer)
+    assert (recipe.hyp.lr0, recipe.hyp.warmup_bias_lr) == rates
+    assert recipe.note.startswith(note) and bool(recipe.note) == bool(note)
+    assert len(recipe.doubts) == doubts
+    if doubts:
+        assert ": lr0 0.01 is a learning rate for SGD; AdamW usually starts from 0.001, and does so" in recipe.doubts[0]
+
+
 @pytest.mark.parametrize(("name", "lr0", "anchors"), [("VOC", 0.00334, 3.412), ("Objects365", 0.00258, 3.2)])
 def test_recipes_that_name_a_number_of_anchors(name: str, lr0: float, anchors: float) -> None:
     content = load_yaml(find_yaml(f"hyp.{name}", "hyp"))
@@ -376,6 +509,8 @@ def test_numbers_without_a_dot(tmp_path: Path) -> None:
         ("warmup_epochs: 1_0", "warmup_epochs takes a number, not '1_0'"),
         ("degrees: 0:30", "degrees takes a number, not '0:30'"),
         ("lr0: -1", "lr0 must be between 0 and 10, not -1"),
+        ("warmup_epochs: -1", "warmup_epochs must be between 0 and 1000, not -1"),
+        ("warmup_momentum: -0.1", "warmup_momentum must be between 0 and 0.9999, not -0.1"),
         ("mosaic: 1.5", "mosaic must be between 0 and 1, not 1.5"),
         ("lr0: .nan", "lr0 must be between 0 and 10, not nan"),
     ],

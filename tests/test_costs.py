@@ -1,15 +1,22 @@
 """Costs that are counted without computing are those of a pass that computes."""
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.costs import count_flops, saved_bytes
+from models.memory import check_batch
 from models.parser import ACTIVATIONS
 from models.yolo import DetectionModel
 from tests.common import PROJECT
 from utils.config import load_yaml
+from utils.errors import UserError
+from utils.image_cache import free_memory
+from utils.steps import Precision
+from utils.torch_utils import DistEnv
 
 SIDE = 64
 NETWORKS = sorted(path.name for path in (PROJECT / "models").glob("*.yaml"))
@@ -61,3 +68,43 @@ def test_memory_of_activations_and_frozen_layers(activation: str) -> None:
         parameter.requires_grad_(False)
     assert saved_bytes(model, SIDE) == pytest.approx(computed_saved_bytes(model), rel=0.01)
     assert saved_bytes(model, SIDE) < whole
+
+
+# What a step takes ----------------------------------------------------------------------------------------------------
+
+OFF = Precision("off")
+
+
+@pytest.mark.parametrize("local_ranks", [1, 2, 3])
+def test_ranks_of_a_machine_share_its_memory(local_ranks: int) -> None:
+    """A batch that takes three quarters of what is free fits into one rank, and was let pass on each of several.
+
+    What is offered instead is a global batch, of all ranks of all machines.
+    """
+    model = network("yolov5n.yaml")
+    env = DistEnv(0, 0, 6, local_ranks, launched=True)
+    fixed, one = (check_batch(model, batch, 64, OFF, DistEnv()) for batch in (0, 1))
+    batch = int((0.75 * free_memory() - fixed) / (one - fixed))
+    if local_ranks == 1:
+        assert check_batch(model, batch, 64, OFF, env, 6) == fixed + batch * (one - fixed)
+        return
+    with pytest.raises(UserError, match=f" on each of {local_ranks} ranks takes at least .*; use --batch-size") as info:
+        check_batch(model, batch, 64, OFF, env, 6)
+    found = re.search(r"--batch-size (\d+) or fewer ranks$", str(info.value))
+    assert found is not None and batch * 6 / 4 / local_ranks < int(found[1]) < batch * 6
+    fits = int(found[1]) // 6
+    assert check_batch(model, fits, 64, OFF, env, 6) == local_ranks * (fixed + fits * (one - fixed))
+
+
+def test_frozen_layers_take_no_memory() -> None:
+    """Neither gradient nor momentum, nor what a backward pass through the first of them would need."""
+    model = network("yolov5n.yaml")
+    everything = [check_batch(model, batch, 64, OFF, DistEnv()) for batch in (0, 1)]
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert everything[0] == 3 * weights  # gradient, momentum, average
+    model.freeze(range(10))
+    frozen = sum(parameter.nbytes for row in range(10) for parameter in model.model[row].parameters())
+    some = [check_batch(model, batch, 64, OFF, DistEnv()) for batch in (0, 1)]
+    assert some[0] == 3 * weights - 2 * frozen
+    assert some[1] - some[0] < 0.6 * (everything[1] - everything[0])
+    assert check_batch(model, 1, 64, OFF, DistEnv(device=torch.device("mps"))) == 0  # is not measured

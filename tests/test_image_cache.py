@@ -425,6 +425,16 @@ def test_disk_cache_goes_elsewhere_when_the_data_is_read_only(tmp_path: Path, us
     assert len(list(user_cache.glob("*.images"))) == 1
 
 
+@needs_linux
+def test_what_a_step_takes_is_left_free(index: LabelIndex, log: pytest.LogCaptureFixture) -> None:
+    """The cache took 40 % of the free memory also where the ranks' training steps needed more than the rest."""
+    assert create(index, "ram", spare=0).count == len(SIZES)
+    assert create(index, "ram", spare=2 * free_memory()).count == 0
+    assert log.messages[-1].startswith("image cache is off, images are decoded every time (")
+    assert log.messages[-1].endswith("0.0 MB free for it are too little)")
+    assert create(index, "disk", spare=2 * free_memory()).count == len(SIZES)
+
+
 def write(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -107,6 +107,39 @@ def test_steps_equal_the_textbook(name: str) -> None:
     assert torch.allclose(net.weight.double(), p, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_adam_counts_its_steps_where_its_device_needs_it(name: str) -> None:
+    """Saved by one that is not fused (MPS), resumed by a fused one (CUDA), whose next step would fail."""
+    plan, layer = split_global_batch(64, 1, 64), nn.Linear(2, 2, bias=False)
+    before = build_optimizer(layer, name, Hyp(), plan)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    before.step()
+    state = before.state_dict()
+    optimizer = build_optimizer(nn.Linear(2, 2, bias=False, device="meta"), name, Hyp(), plan)
+    for unfused, fused in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        unfused["fused"], fused["fused"] = False, True
+    load_optimizer(optimizer, state)
+    (values,) = optimizer.state.values()
+    assert {value.device.type for value in values.values()} == {"meta"}
+    assert [group["fused"] for group in optimizer.param_groups] == [True] * 3
+
+
+@pytest.mark.parametrize(("momentum", "start"), [(0.0, 0.0), (0.0, 0.8), (0.9, 0.0)])
+def test_sgd_without_momentum(momentum: float, start: float) -> None:
+    """A recipe's momentum or warmup_momentum may be 0: plain SGD then."""
+    hyp = Hyp(momentum=momentum, warmup_momentum=start, warmup_epochs=1.0)
+    net, plan = nn.Linear(2, 2, bias=False), split_global_batch(64, 1)
+    optimizer, steps = build_optimizer(net, "SGD", hyp, plan), Schedule(hyp, 2, 60, plan)
+    for i, beta in ((0, start), (119, momentum)):
+        before = net.weight.detach().clone()
+        steps.apply(optimizer, i)
+        net.weight.grad = torch.ones_like(net.weight)
+        optimizer.step()
+        if not beta:
+            decayed = before + steps.lr(i)[1] * (-1 - 0.0005 * before)
+            assert torch.allclose(net.weight, decayed, rtol=0, atol=1e-7)
+
+
 def test_state_of_another_memory_format() -> None:
     """Fused steps walk through memory: a momentum saved as NCHW must be laid out anew for an NHWC model."""
     plan, hyp = split_global_batch(64, 1, 64), Hyp()
@@ -177,7 +210,7 @@ def test_cosine() -> None:
     assert plan.lr(3 * 50)[0] == pytest.approx(0.01 * plan.factor(3))
 
 
-@pytest.mark.parametrize(("batches", "batch", "warmup"), [(1, 16, 100), (8, 16, 100), (50, 128, 150), (33, 5, 99 + 1)])
+@pytest.mark.parametrize(("batches", "batch", "warmup"), [(1, 16, 30), (8, 16, 100), (50, 128, 150), (33, 5, 99 + 1)])
 def test_against_interpolation(batches: int, batch: int, warmup: int) -> None:
     """Every index of a run against NumPy's interpolation of the same corner points."""
     plan = schedule(batches, batch, epochs=300)
@@ -193,6 +226,45 @@ def test_against_interpolation(batches: int, batch: int, warmup: int) -> None:
             assert plan.accumulate(i) == max(round(64 / batch), 1)
 
 
+@pytest.mark.parametrize(
+    ("batches", "epochs", "warmup_epochs", "warmup"),
+    [
+        (13, 100, 3.0, 100),  # BCCD: as YOLOv5 has it
+        (3, 20, 3.0, 9),
+        (3, 20, 1.0, 6),
+        (3, 20, 0.1, 6),
+        (10, 100, 0.0, 0),
+        (500, 100, 0.0, 0),
+        (1, 1, 3.0, 3),
+    ],
+)
+def test_warmup_leaves_most_of_a_short_run(batches: int, epochs: int, warmup_epochs: float, warmup: int) -> None:
+    """60 batches never got above a sixth of lr0 (ultralytics/ultralytics PR 25321).
+
+    max(warmup_epochs x batches, min(100, a tenth of the run)) micro-batches; without warm-up, where 0 epochs are asked
+    for (ultralytics/yolov5#12180), all is as after it.
+    """
+    plan = schedule(batches, epochs=epochs, warmup_epochs=warmup_epochs)
+    assert plan.warmup == warmup
+    assert plan.describe_warmup() == (
+        f"warm-up {warmup} batches, {warmup / batches / epochs:.0%} of the run" if warmup else "no warm-up"
+    )
+    for i in range(warmup, batches * epochs, 7):
+        base = 0.01 * plan.factor(i // batches)
+        assert (plan.lr(i), plan.momentum(i), plan.accumulate(i)) == ((base, base, base), 0.937, 4)
+
+
+def test_a_run_of_little_but_warmup_is_doubted() -> None:
+    """More than half of it (ultralytics/ultralytics PR 25321)."""
+    assert not schedule(10, epochs=6).doubts()
+    assert not schedule(10, epochs=1, warmup_epochs=0.0).doubts()
+    assert schedule(10, epochs=5).doubts() == [
+        "30 of the run's 50 batches are warm-up, so it hardly trains at lr0 0.01: give more --epochs, or less "
+        "warmup_epochs (now 3) in --hyp"
+    ]
+    assert schedule(10, epochs=1).doubts()[0].startswith("10 of the run's 10 batches are warm-up")
+
+
 def test_windows_of_a_run() -> None:
     """Every micro-batch belongs to one step, also the last ones of an epoch (ultralytics/ultralytics#11217)."""
     plan = schedule(batches=30, batch=16, epochs=8)
@@ -206,7 +278,7 @@ def test_windows_of_a_run() -> None:
     assert sum(length for _, length in windows) == 8 * 30
     assert {i for i, _ in windows} >= {30 * epoch + 29 for epoch in range(8)}
     assert [length for i, length in windows if i >= 120] == ([4] * 7 + [2]) * 4
-    assert [length for i, length in windows if i < 16] == [1] * 16  # 1 + 3 x 16 / 100 rounds to 1 until i = 16
+    assert [length for i, length in windows if i < 15] == [1] * 15  # 1 + 3 x 15 / 90 rounds to 2
 
 
 def test_resume_needs_only_the_index() -> None:

@@ -54,11 +54,15 @@ def header(run: Run) -> str:
             "schedule",
             f"{config.epochs} epochs of {schedule.batches_per_epoch} batches, {config.optimizer}, learning rate "
             f"{hyp.lr0:g} to {hyp.lr0 * hyp.lrf:g} ({'cosine' if config.cos_lr else 'linear'}), "
-            f"warm-up {schedule.warmup} batches",
+            + schedule.describe_warmup(),
         ),
         *ranks(run),
         ("loader", loader(run)),
-        ("recipe", f"{Path(config.hyp).name}" + (f"; defaults of {run.data.path.name}: {own}" if own else "")),
+        (
+            "recipe",
+            ", ".join(filter(None, (Path(config.hyp).name, run.recipe_note)))
+            + (f"; defaults of {run.data.path.name}: {own}" if own else ""),
+        ),
         ("precision", {"off": "fp32"}.get(run.precision.name, f"{run.precision.name} autocast, fp32 weights")),
     ]
     if run.state.epoch:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import mmap
@@ -57,6 +58,7 @@ class ImageCache:
         *,
         shapes: np.ndarray,
         interpolation: str = "linear",
+        spare: int = 0,
         logger: logging.Logger | None = None,
     ) -> ImageCache:
         """Reserve room for a split, or take over what an earlier run left on disk.
@@ -67,6 +69,7 @@ class ImageCache:
             mode: ``ram`` (gone with the processes that use it), ``disk`` (kept for later runs) or ``off``.
             shapes: (n, 2) [height, width] of the images that will be put.
             interpolation: how images get to that size; caches of another one are not used.
+            spare: bytes of memory that ``ram`` leaves to others at least.
             logger: where the one line about it goes.
 
         Returns:
@@ -82,7 +85,7 @@ class ImageCache:
             index.images_digest.encode(), np.ascontiguousarray(shapes, np.int32).tobytes(), interpolation.encode(),
             f"{cv2.__version__} {PIXELS_VERSION}".encode(),
         )  # fmt: skip
-        make = _in_memory if mode == "ram" else _on_disk
+        make = functools.partial(_in_memory, spare=spare) if mode == "ram" else _on_disk
         folders = [_memory_folder()] if mode == "ram" else cache_folders(index.path(0))
         reasons = []
         for folder in folders:
@@ -245,9 +248,10 @@ def _reserve(descriptor: int, size: int) -> None:
             file.write(zeros[: size - start])
 
 
-def _in_memory(folder: Path, name: str, key: str, shapes: np.ndarray) -> _PackedFile:
+def _in_memory(folder: Path, name: str, key: str, shapes: np.ndarray, spare: int) -> _PackedFile:
     """New cache in shared memory. On Linux its file has no name from the start, so nothing can be left behind."""
-    budget = int(RAM_SHARE * min(free_memory(), shutil.disk_usage(folder).free))
+    free = free_memory()
+    budget = max(min(int(RAM_SHARE * min(free, shutil.disk_usage(folder).free)), free - spare), 0)
     descriptor, path = tempfile.mkstemp(".tmp", f"lockstep-{name}-", folder)
     nameless = sys.platform == "linux"
     try:

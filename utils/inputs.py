@@ -19,7 +19,7 @@ from utils.callbacks import Callback
 from utils.checkpoint_files import checkpoint_bytes
 from utils.class_names import Match, check_measurable, check_names
 from utils.compilation import check_compiler
-from utils.config import ROOT, Hyp, TrainConfig, ValConfig, build_config, config_to_dict, load_hyp
+from utils.config import ROOT, Hyp, Recipe, TrainConfig, ValConfig, build_config, config_to_dict, load_recipe
 from utils.data_config import DataConfig, is_fetched, load_data
 from utils.data_parallel import replica_devices
 from utils.data_report import Problem
@@ -49,7 +49,7 @@ from utils.torch_utils import (
 class TrainInputs:
     """What a training starts from; all parts fit together."""
 
-    hyp: Hyp
+    recipe: Recipe
     data: DataConfig
     plan: BatchPlan
     precision: Precision
@@ -60,6 +60,7 @@ class TrainInputs:
     val_index: LabelIndex
     loggers: list[Callback]  # rank 0's
     findings: list[Problem]  # on the names of the classes
+    step_bytes: int  # of this machine's memory that a step of all its ranks takes at least
 
 
 def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | None = None) -> TrainInputs:
@@ -83,7 +84,8 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
     if env.is_main_process:
         problems.attempt(lambda: check_run_folder(folder, config.exist_ok or resumed is not None))
     loggers = problems.attempt(lambda: loggers_from_names(config.loggers)) if env.is_main_process else []
-    hyp = problems.attempt(lambda: build_config(Hyp, resumed["hyp"]) if resumed else load_hyp(config.hyp))
+    recipe = problems.attempt(lambda: recipe_of(config, resumed))
+    hyp = recipe.hyp if recipe else None
     allowed = config.allow_download_script and resumed is None  # a checkpoint, which says what was, allows nothing
     data = problems.attempt(lambda: load_data(config.data, config.single_cls, allowed))
     if resumed and data is not None and data.names != resumed["names"]:
@@ -95,20 +97,46 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
     beat(Phase.SET_UP)
     share_problems(problems, env)
     check_same_data(indexes, env)
-    assert plan and precision and hyp and data and raw_model  # else there were problems
-    recipe = {f"{name} of --hyp": value for name, value in config_to_dict(hyp).items()}
-    check_same_settings(recipe | {"the network of --cfg": raw_model.yaml, "the class names": data.names}, env)
+    assert plan and precision and recipe and data and raw_model  # else there were problems
+    settings = {f"{name} of --hyp": value for name, value in config_to_dict(recipe.hyp).items()}
+    check_same_settings(settings | {"the network of --cfg": raw_model.yaml, "the class names": data.names}, env)
 
     family, imgsz = family_of(raw_model.yaml), fit_imgsz(config.imgsz, raw_model)
+    copies = max(len(replica_devices(config.dp, config.device, env)), 1)
+    share = -(-plan.local_batch // copies)  # of the first device
+    largest = max_imgsz(imgsz, raw_model.max_stride, config.multi_scale)
+    taken = problems.attempt(lambda: check_batch(raw_model, share, largest, precision, env, plan.world_size * copies))
     inputs = TrainInputs(
-        hyp, data, plan, precision, family, raw_model, imgsz, indexes["train"], indexes["val"], loggers or [], findings
+        recipe,
+        data,
+        plan,
+        precision,
+        family,
+        raw_model,
+        imgsz,
+        indexes["train"],
+        indexes["val"],
+        loggers or [],
+        findings,
+        taken or 0,
     )
-    check_machine(config, inputs, env, folder, problems)
+    check_machine(config, raw_model, env, folder, problems)
     share_problems(problems, env)
     doubts = [*doubts_about_depth(indexes, env), *doubts_about_splits(indexes["train"], indexes["val"], env)]
-    for doubt in [*data.doubts, *findings, *doubts]:
+    for doubt in [*data.doubts, *recipe.doubts, *findings, *doubts]:
         get_logger().warning(doubt)
     return inputs
+
+
+def recipe_of(config: TrainConfig, resumed: Mapping[str, Any] | None) -> Recipe:
+    """Return the hyperparameters of a run; one that is resumed keeps those that it began with.
+
+    Raises:
+        UserError: the file has mistakes.
+    """
+    if resumed is None:
+        return load_recipe(config.hyp, config.optimizer)
+    return Recipe(build_config(Hyp, resumed["hyp"]))
 
 
 def same_precision(flag: str, env: DistEnv) -> Precision:
@@ -259,13 +287,10 @@ def read_labels(
     return problems.attempt(lambda: open_splits(data, splits, env, strict=strict)) or {}
 
 
-def check_machine(config: TrainConfig, inputs: TrainInputs, env: DistEnv, run_dir: Path, problems: Problems) -> None:
-    """Check memory and disk for a run whose other inputs are right."""
-    raw_model, plan, imgsz = inputs.raw_model, inputs.plan, inputs.imgsz
-    largest = max_imgsz(imgsz, raw_model.max_stride, config.multi_scale)
-    copies = max(len(replica_devices(config.dp, config.device, env)), 1)
-    share = -(-plan.local_batch // copies)  # of the first device
-    problems.attempt(lambda: check_batch(raw_model, share, largest, inputs.precision, env.device))
+def check_machine(
+    config: TrainConfig, raw_model: DetectionModel, env: DistEnv, run_dir: Path, problems: Problems
+) -> None:
+    """Check disk and compiler for a run whose other inputs are right."""
     replaced = (run_dir / "weights").glob("*.pt") if config.exist_ok or config.resume else ()
     there = sum(path.stat().st_size for path in replaced)
     if env.is_main_process:

@@ -14,7 +14,8 @@ from utils.torch_utils import BatchPlan
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 FUSED_DEVICES = ("cpu", "cuda")
 ADAM_BETA2 = 0.999
-MIN_WARMUP = 100  # micro-batches, also for small data sets
+MIN_WARMUP = 100  # micro-batches, also for small data sets, but no more than
+MIN_WARMUP_SHARE = 10  # a tenth of the run (ultralytics/ultralytics PR 25321)
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ def build_optimizer(model: nn.Module, name: str, hyp: Hyp, plan: BatchPlan) -> O
     Args:
         model: on its device and in its memory format already: fused optimizers walk through parameter, gradient and
             state side by side in memory.
-        name: "SGD" (Nesterov), "Adam" or "AdamW".
+        name: "SGD" (Nesterov's, where there is momentum), "Adam" or "AdamW".
         hyp: recipe.
         plan: the global batch and its accumulation.
     """
@@ -66,7 +67,7 @@ def build_optimizer(model: nn.Module, name: str, hyp: Hyp, plan: BatchPlan) -> O
     parameters = [parameter for group in groups for parameter in group["params"]]
     fused = all(parameter.device.type in FUSED_DEVICES for parameter in parameters)
     if name == "SGD":
-        optimizer = SGD(groups, lr=hyp.lr0, momentum=hyp.momentum, nesterov=True, fused=fused)
+        optimizer = SGD(groups, lr=hyp.lr0, momentum=hyp.momentum, nesterov=hyp.momentum > 0, fused=fused)
         for parameter in parameters:
             # Torch makes these at the first step, uninitialized; if that step is skipped they stay so and are used.
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -80,24 +81,33 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a state dict and lay its tensors out like the parameters.
 
     A state saved in another memory format than the model's has the same values in another order in memory, and fused
-    optimizers on the CPU would take it as it lies, without a word.
+    optimizers on the CPU would take it as it lies, without a word. Torch leaves Adam's count of steps where a state of
+    an optimizer that was not fused had it, on the CPU; fused ones need it beside the parameter.
     """
     fused = [group["fused"] for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
     for group, value in zip(optimizer.param_groups, fused, strict=True):
         group["fused"] = value  # what this device can do, not the one that the state is from
-    for parameter, values in optimizer.state.items():
-        for key, value in values.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
-                values[key] = torch.empty_like(parameter, requires_grad=False).copy_(value)
+        for parameter in group["params"]:
+            _lay_out(optimizer.state.get(parameter, {}), parameter, value)
+
+
+def _lay_out(values: dict[str, Any], parameter: Tensor, fused: bool) -> None:
+    """Bring an optimizer's state of one parameter to where and how that lies in memory."""
+    for key, value in values.items():
+        if key == "step" and isinstance(value, Tensor):
+            values[key] = value.to(parameter.device if fused else "cpu", torch.float32)
+        elif isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+            values[key] = torch.empty_like(parameter, requires_grad=False).copy_(value)
 
 
 class Schedule:
     """Learning rate, momentum and accumulation of every micro-batch; holds no state, so a resume needs only the index.
 
     The learning rate follows f(e) of the epoch e, linear or a cosine from 1 to lrf. In the warm-up, the first
-    max(warmup_epochs x batches, 100) micro-batches, the biases' rate falls from warmup_bias_lr to lr0 f(e), the others
-    rise to it from 0, momentum and accumulation go from warmup_momentum and 1 to their values, all in straight lines.
+    warmup_epochs x batches micro-batches, but no less than 100 or a tenth of the run if that is shorter, the biases'
+    rate falls from warmup_bias_lr to lr0 f(e), the others rise to it from 0, momentum and accumulation go from
+    warmup_momentum and 1 to their values, all in straight lines. Without warmup_epochs there is no warm-up.
 
     Args:
         hyp: recipe.
@@ -112,7 +122,28 @@ class Schedule:
         assert batches_per_epoch > 0, batches_per_epoch
         self.hyp, self.plan, self.cos = hyp, plan, cos
         self.epochs, self.batches_per_epoch = epochs, batches_per_epoch
-        self.warmup = max(round(hyp.warmup_epochs * batches_per_epoch), MIN_WARMUP)
+        self.batches = epochs * batches_per_epoch
+        self.warmup = 0
+        if hyp.warmup_epochs > 0:
+            least = min(MIN_WARMUP, self.batches // MIN_WARMUP_SHARE)
+            self.warmup = max(round(hyp.warmup_epochs * batches_per_epoch), least)
+
+    def describe_warmup(self) -> str:
+        """Say how long the warm-up is."""
+        return (
+            f"warm-up {self.warmup} batches, {self.warmup / self.batches:.0%} of the run"
+            if self.warmup
+            else "no warm-up"
+        )
+
+    def doubts(self) -> list[str]:
+        """Return a sentence if the run is little more than its warm-up."""
+        if self.warmup <= self.batches / 2:
+            return []
+        return [
+            f"{min(self.warmup, self.batches)} of the run's {self.batches} batches are warm-up, so it hardly trains at "
+            f"lr0 {self.hyp.lr0:g}: give more --epochs, or less warmup_epochs (now {self.hyp.warmup_epochs:g}) in --hyp"
+        ]
 
     def factor(self, epoch: int) -> float:
         """f(e): share of lr0 that an epoch trains with, 1 at first, lrf at E."""

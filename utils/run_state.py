@@ -151,6 +151,8 @@ class Run:
     stop: StopRequest
     state: TrainState
     unreadable: UnreadableImages
+    step_bytes: int = 0  # of this machine's memory that a step of all its ranks takes at least
+    recipe_note: str = ""  # what of the recipe is not as its file has it
     waited: Callable[[], float] = float  # seconds of waiting for images so far, on this rank
     proven: tuple[float, int] = (-1.0, 0)  # best_fitness and best_epoch as of best.pt
     just_saved: bool = False  # at the end of the window before; the same on all ranks

@@ -52,7 +52,14 @@ class Sample(NamedTuple):
 
 
 def create_cache(
-    index: LabelIndex, imgsz: int, mode: str, env: DistEnv = ALONE, *, train: bool, logger: logging.Logger | None = None
+    index: LabelIndex,
+    imgsz: int,
+    mode: str,
+    env: DistEnv = ALONE,
+    *,
+    train: bool,
+    spare: int = 0,
+    logger: logging.Logger | None = None,
 ) -> ImageCache:
     """A cache for the resized images of a ``DetectionDataset`` on ``index``, which training interpolates otherwise.
 
@@ -64,12 +71,16 @@ def create_cache(
         mode: ``ram``, ``disk`` or ``off``.
         env: this rank's place.
         train: whether the data set has ``hyp``.
-        logger: see ``ImageCache.create``.
+        spare: see ``ImageCache.create``.
+        logger: see there.
     """
     shapes = augmentations.resized_shapes(index.shapes, imgsz)
     interpolation = "linear" if train else "area"
     cache = once_per_machine(
-        lambda: ImageCache.create(index, imgsz, mode, shapes=shapes, interpolation=interpolation, logger=logger), env
+        lambda: ImageCache.create(
+            index, imgsz, mode, shapes=shapes, interpolation=interpolation, spare=spare, logger=logger
+        ),
+        env,
     )
     counts = gather_objects(cache.count, env)
     if min(counts, default=0) < max(counts, default=0):
