@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from models.detector import Detector, build_detector
 from models.families import load_model
-from utils.detection_files import DetectionFiles, annotate
+from utils.detection_files import DetectionFiles, annotate, check_codec
 from utils.devices import check_half
 from utils.drawing import lettering_doubts
 from utils.errors import Problems, UserError, run_cli
@@ -56,7 +56,7 @@ from utils.sources import (
     read_streams,
     warn_of_depth,
 )
-from utils.torch_utils import DistEnv, process_group
+from utils.torch_utils import DistEnv, dist_env, process_group
 
 END_KEYS = (ord("q"), 27)  # 27: escape
 IMAGE_SHOWN = 1000  # milliseconds that an image stays in the window unless a key is pressed
@@ -110,6 +110,8 @@ def read_inputs(config: DetectConfig, env: DistEnv) -> tuple[list[Source], Detec
     problems.attempt(lambda: check_half(config.half, env.device))
     if config.view_img:
         problems.attempt(check_display)
+    if config.video_codec != "auto" and not config.nosave:
+        problems.attempt(lambda: check_codec(config.video_codec))
     loaded = problems.attempt(lambda: load_model(Path(config.weights), env, "--weights"))
     detector = problems.attempt(lambda: build_detector(*loaded, config, env.device)) if loaded else None
     problems.raise_if_any()
@@ -233,8 +235,13 @@ def show(frame: Frame, picture: NDArray[np.uint8]) -> bool:
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and detect."""
     argv = sys.argv[1:] if argv is None else argv
-    config = parse_detect(argv)
-    with process_group(config.device) as env:
+    config, env = parse_detect(argv), dist_env()
+    if env.world_size > 1:
+        raise UserError(
+            f"detection runs in one process, but a launcher started {env.world_size}, which would all do the same; "
+            "start detect.py without it, once for each part of the pictures"
+        )
+    with process_group(config.device, env) as env:
         for sentence in repeated_flags(DetectConfig, argv):
             get_logger().info(sentence)
         run(config, env)

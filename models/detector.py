@@ -16,9 +16,12 @@ from models.yolo import DetectionModel
 from utils.augmentations import letterbox
 from utils.boxes import scale_boxes
 from utils.config import DetectConfig
+from utils.data_config import load_data
 from utils.devices import time_on
 from utils.errors import Problems, UserError
 from utils.logging import get_logger
+
+SHOWN_NAMES = 4  # in a message
 
 
 class Detector:
@@ -149,7 +152,8 @@ def build_detector(
         device: where the network is.
 
     Raises:
-        UserError: lists image sizes below the network's stride and classes that it does not know.
+        UserError: lists image sizes below the network's stride and classes that it does not know; with ``data`` also
+            what is wrong with that.
     """
     problems = Problems()
     sides = [side or trained_at for side in config.imgsz]
@@ -158,6 +162,36 @@ def build_detector(
     if max(config.classes, default=0) >= model.num_classes:
         last = model.num_classes - 1
         problems.add(f"--classes {max(config.classes)}: {config.weights} knows the classes 0 to {last}")
+    if config.data:
+        problems.attempt(lambda: take_names(model, config))
     problems.raise_if_any()
     height, width = ([fit_imgsz(side, model) for side in sides] * 2)[:2]
     return Detector(model, family, (height, width), config, device)
+
+
+def take_names(model: DetectionModel, config: DetectConfig) -> None:
+    """Give a network whose weights name no classes the names of ``--data``; say if the two differ.
+
+    Raises:
+        UserError: the data set can't be read, or has another number of classes than weights without names.
+    """
+    names = load_data(config.data).names
+    if names == model.names:
+        return
+    nameless = model.names == [str(class_id) for class_id in range(model.num_classes)]
+    if nameless and len(names) != model.num_classes:
+        raise UserError(
+            f"--data {config.data} names {len(names)} classes, but {config.weights} knows {model.num_classes}; "
+            "name the data set that the weights were trained on, or leave --data out"
+        )
+    if nameless:
+        model.names = names
+    else:
+        get_logger().warning(
+            f"--data {config.data} has other class names than {config.weights}: {_first_names(names)} in place of "
+            f"{_first_names(model.names)}; those of the weights are used"
+        )
+
+
+def _first_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")

@@ -1,7 +1,9 @@
 """Detection through the command line: pictures in, files out, all of them telling the same."""
 
 import csv
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,8 +23,9 @@ from models.detector import fit
 from models.yolo import DetectionModel, load_state
 from tests.common import PROJECT, SHARED, needs_shared
 from tests.test_sources import Handler, Server, exif_rotated, make_video, picture, pipe, write
+from utils import detection_files
 from utils.config import DetectConfig, load_yaml, parse_detect
-from utils.detection_files import DetectionFiles
+from utils.detection_files import DetectionFiles, check_codec
 from utils.errors import UserError
 from utils.sources import Frame, Source, safe_name
 from utils.torch_utils import save_checkpoint
@@ -316,6 +319,33 @@ def test_video(weights: Path, tmp_path: Path) -> None:
     assert np.abs(rows[:, :4] - table(run_dir)["my clip_7"][:, :4]).max() < 0.02
 
 
+def fourcc(path: Path) -> str:
+    return int(cv2.VideoCapture(str(path)).get(cv2.CAP_PROP_FOURCC)).to_bytes(4, "little").decode()
+
+
+def test_videos_are_such_as_browsers_play(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Videos were MPEG-4 part 2, which browsers don't play (ultralytics/yolov5#7738)."""
+    path = make_video(tmp_path / "clip.avi", 3)
+    played = fourcc(run(weights, path) / "clip.mp4") in ("VP90", "vp09", "avc1", "h264", "H264")
+    assert played == ("browsers don't play" not in capsys.readouterr().out)
+    assert fourcc(run(weights, path, "--video-codec", "mp4v") / "clip.mp4") == "FMP4"
+    assert "browsers" not in capsys.readouterr().out  # who asks for it knows
+
+
+def test_a_codec_that_opencv_lacks(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error if it was asked for; else the next one is taken, and what that means is said once."""
+    with pytest.raises(UserError, match="--video-codec none: this OpenCV can't write it"):
+        check_codec("none")
+    monkeypatch.setattr(detection_files, "VIDEO_CODECS", ("none", "mp4v"))
+    Path("clips").mkdir()
+    for name in "ab":
+        make_video(Path(f"clips/{name}.avi"), 3)
+    assert fourcc(run(weights, "clips") / "b.mp4") == "FMP4"
+    assert capsys.readouterr().out.count("browsers don't play") == 1
+
+
 def test_video_stride_and_images_beside_videos(weights: Path, tmp_path: Path) -> None:
     folder = tmp_path / "mixed"
     write(folder / "a.jpg", picture(90, 48, 64))
@@ -326,6 +356,19 @@ def test_video_stride_and_images_beside_videos(weights: Path, tmp_path: Path) ->
     assert {path.stem for path in run_dir.glob("labels/*")} == {"a", "b_1", "b_4", "b_7", "c_1", "c_4"}
     assert (len(read_video(run_dir / "b.mp4")[0]), len(read_video(run_dir / "c.mp4")[0])) == (3, 2)
     assert read_video(run_dir / "b.mp4")[1] == pytest.approx(10 / 3, abs=0.01)
+
+
+def test_summary_counts_the_frames_of_damaged_videos(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half a clip was "30 of 30" (ultralytics/yolov5#2064)."""
+    path = make_video(tmp_path / "clip.avi", 60)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    run(weights, path, "--nosave", "--save-csv")
+    lines = capsys.readouterr().out.splitlines()
+    said = [re.fullmatch(r"(\d+) of 60 frames of .*clip.avi were read", line) for line in lines]
+    read = next(match[1] for match in said if match)
+    assert any(f"of {read} pictures" in line for line in lines)
 
 
 def test_every_video_is_closed_also_if_some_are_lost(tmp_path: Path) -> None:
@@ -456,6 +499,52 @@ def test_mistakes_leave_nothing_behind(weights: Path, tmp_path: Path, flags: lis
     assert not (tmp_path / "runs").exists()
 
 
+def test_names_from_a_data_yaml(weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """YOLOv5's flag: names for weights that have none; other names than the weights' own are said."""
+    for file, names in (("same", NAMES), ("other", ["a", "b", "c"]), ("more", list("abcd"))):
+        (tmp_path / f"{file}.yaml").write_text(f"train: .\nval: .\nnames: {json.dumps(names)}\n")
+    write(tmp_path / "a.png", picture(90, 64, 64))
+    named = run(weights, "a.png", "--save-csv", "--data", "same.yaml")
+    assert "WARNING" not in capsys.readouterr().out
+    assert predicted(run(weights, "a.png", "--save-csv", "--data", "other.yaml")) == predicted(named) <= set(NAMES)
+    assert "other.yaml has other class names than" in capsys.readouterr().out
+    nameless = checkpoint(tmp_path / "nameless.pt", None, ["0", "1", "2"], 128)
+    assert predicted(run(nameless, "a.png", "--save-csv", "--data", "other.yaml")) <= {"a", "b", "c"}
+    with pytest.raises(UserError, match=r"more.yaml names 4 classes, but .*nameless.pt knows 3"):
+        run(nameless, "a.png", "--data", "more.yaml")
+
+
+def predicted(run_dir: Path) -> set[str]:
+    with (run_dir / "predictions.csv").open(encoding="utf-8", newline="") as file:
+        return {row["Prediction"] for row in csv.DictReader(file)}
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "1", "WORLD_SIZE": "2"}, {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}])
+def test_several_processes_are_refused(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    """Each process of a launcher would look at all pictures and write a run folder of its own."""
+    others = {
+        "RANK": {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        "SLURM_STEP_ID": {
+            "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "host",
+            "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2",
+        },
+    }[next(iter(variables))]  # fmt: skip
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
+    before = dict(os.environ)
+    for name, value in (variables | others).items():
+        monkeypatch.setenv(name, value)
+    try:
+        with pytest.raises(UserError, match="detection runs in one process, but a launcher started 2"):
+            detect.main(["--weights", str(weights), "--device", "cpu"])
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+    assert not Path("runs").exists()
+
+
 def test_several_mistakes_are_told_together(weights: Path) -> None:
     with pytest.raises(UserError) as error:
         detect.main(["--weights", "gone.pt", "--source", "gone.jpg", "--half", "--device", "cpu"])
@@ -476,7 +565,6 @@ def test_view_img_without_a_display(weights: Path, monkeypatch: pytest.MonkeyPat
         (["--imgsz", "1", "2", "3"], "--imgsz takes one number"),
         (["--save-conf"], "--save-txt"),
         (["--dnn"], "--dnn is not available yet"),
-        (["--data", "coco.yaml"], "--data is not available yet"),
         (["--update"], "--update is not available yet"),
         (["--save-format", "2"], "--save-format"),
         (["--conf", "2"], "--conf"),

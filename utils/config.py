@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = {"data": ROOT / "data", "hyp": ROOT / "data" / "hyps", "model": ROOT / "models"}
 SPLITS = ("train", "val", "test")
 LOGGERS = ("csv", "jsonl", "tensorboard")  # where the figures of a run can go
+VIDEO_CODECS = ("avc1", "vp09", "mp4v")  # H.264 and VP9, which browsers play; MPEG-4 part 2
 METRICS = ("fitness", "mAP50", "mAP50-95", "precision", "recall", "F1")  # of a validation: what can be best
 
 LARGEST_IMGSZ = 1 << 14  # pixels; a square of this side has as many as the largest image that is read
@@ -69,7 +70,6 @@ VAL_NOT_YET = {
 }
 DETECT_NOT_YET = {
     "--device A,B": "detection runs on one device; name a single one, such as 0, cuda:0, mps or cpu",
-    "--data": "a checkpoint knows the names of its classes; leave the flag out",
     "--update": "best.pt is without its optimizer already; leave the flag out",
     "--dnn": "only PyTorch checkpoints are read so far",
     "--visualize": "feature maps are not drawn so far",
@@ -364,9 +364,10 @@ class DetectConfig:
     script: ClassVar[str] = "detect.py"
     examples: ClassVar[str] = DETECT_EXAMPLES
     not_yet: ClassVar[dict[str, str]] = DETECT_NOT_YET
-    not_planned: ClassVar[tuple[str, ...]] = ("--data", "--update")
+    not_planned: ClassVar[tuple[str, ...]] = ("--update",)
 
     weights: str = flag("", "model", "checkpoint to detect with", metavar="FILE")
+    data: str = flag("", "model", "data set YAML: names for weights that have none, else compared", metavar="FILE")
 
     source: list[str] = flag(  # noqa: RUF009
         ["data/images"],
@@ -404,6 +405,12 @@ class DetectConfig:
 
     view_img: bool = flag(False, "output", "show the pictures in a window as they come; key q ends")
     nosave: bool = flag(False, "output", "write no images and videos")
+    video_codec: str = flag(
+        "auto",
+        "output",
+        "of videos; auto = the first of them that OpenCV can write; mp4v is fastest, but browsers don't play it",
+        choices=("auto", *VIDEO_CODECS),
+    )
     save_txt: bool = flag(False, "output", "write labels/NAME.txt, for videos NAME_FRAME.txt")
     save_format: int = flag(0, "output", "rows of --save-txt: 0 = center and size, 1 = corners", low=0, high=1)
     save_conf: bool = flag(False, "output", "add the confidence to the rows of --save-txt")

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,10 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from utils.config import DetectConfig
+from utils.config import VIDEO_CODECS, DetectConfig
 from utils.drawing import draw_detections, written_name
 from utils.errors import Problems, UserError
+from utils.logging import get_logger
 from utils.sources import STREAM_FPS, Frame, Source, safe_name
 
 CSV_COLUMNS = ("Image Name", "Prediction", "Confidence", "Class", "X1", "Y1", "X2", "Y2", "Frame", "Source")
@@ -111,6 +113,7 @@ class DetectionFiles:
         self.run_dir, self._config, self._names = run_dir, config, names
         self._videos: dict[Source, _Video] = {}
         self._crops: set[str] = set()
+        self._said_codec = False
         if config.save_txt:
             self._make("labels")
         self._csv_path = run_dir / "predictions.csv"
@@ -172,8 +175,19 @@ class DetectionFiles:
             return
         if frame.source not in self._videos:
             path = self.run_dir / f"{frame.source.name}.mp4"
-            self._videos[frame.source] = _Video(path, frame.fps, picture.shape[:2])
+            video = self._videos[frame.source] = _Video(path, frame.fps, picture.shape[:2], self._config.video_codec)
+            if self._config.video_codec == "auto" and video.codec == VIDEO_CODECS[-1]:
+                self._say_codec(path)
         self._videos[frame.source].write(picture)
+
+    def _say_codec(self, path: Path) -> None:
+        """Say once that browsers don't play what is written."""
+        if not self._said_codec:
+            get_logger().warning(
+                f"{path.name} and other videos are written as mp4v, which browsers don't play: this OpenCV can't write "
+                "avc1 or vp09"
+            )
+        self._said_codec = True
 
     def _table(self, frame: Frame, detections: NDArray[np.float32]) -> list[tuple[Any, ...]]:
         source = frame.source
@@ -221,20 +235,35 @@ def _write_text(path: Path, text: str) -> None:
         raise UserError(f"{path} can't be written: {error.strerror}") from error
 
 
+def check_codec(codec: str) -> None:
+    """Raise a UserError if this OpenCV can't write videos of a ``--video-codec``."""
+    with tempfile.TemporaryDirectory() as folder:
+        writer = _writer(Path(folder, "test.mp4"), codec, STREAM_FPS, (64, 64))
+        opened = writer.isOpened()
+        writer.release()
+    if not opened:
+        raise UserError(f"--video-codec {codec}: this OpenCV can't write it; leave the flag out, or choose mp4v")
+
+
+def _writer(path: Path, codec: str, fps: float, shape: tuple[int, int]) -> cv2.VideoWriter:
+    return cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*codec), fps, shape[::-1])
+
+
 class _Video:
     """An mp4 file that is being written; all its frames have the size of the first one."""
 
-    def __init__(self, path: Path, fps: float, shape: tuple[int, ...]) -> None:
+    def __init__(self, path: Path, fps: float, shape: tuple[int, ...], codec: str) -> None:
         self.path, self.shape = path, shape
         self.even = (shape[0] // 2 * 2, shape[1] // 2 * 2)  # the format has no others
         fps = round(min(fps, MAX_VIDEO_FPS), 3) or STREAM_FPS
-        code = cv2.VideoWriter.fourcc(*"mp4v")
-        self.writer = cv2.VideoWriter(str(path), code, fps, self.even[::-1])
-        if not self.writer.isOpened():
-            raise UserError(
-                f"{path} can't be written as an mp4 video of {shape[1]} x {shape[0]} pixels: the folder or this "
-                "OpenCV (2 to 8191 pixels a side) does not allow it; --nosave goes without, --save-txt writes the boxes"
-            )
+        for self.codec in VIDEO_CODECS if codec == "auto" else (codec,):
+            self.writer = _writer(path, self.codec, fps, self.even)
+            if self.writer.isOpened():
+                return
+        raise UserError(
+            f"{path} can't be written as an mp4 video of {shape[1]} x {shape[0]} pixels: the folder or this "
+            "OpenCV (2 to 8191 pixels a side) does not allow it; --nosave goes without, --save-txt writes the boxes"
+        )
 
     def write(self, picture: NDArray[np.uint8]) -> None:
         if picture.shape[:2] != self.shape:
