@@ -128,13 +128,13 @@ class Results:
 
     Attributes:
         run_dir: folder with everything that was written.
-        best_fitness: what ``--metric`` names, of the best epoch.
+        best_value: what ``--metric`` names, of the best epoch.
         evaluation: of the best weights; None off rank 0.
         rows: the table of that; [] without.
     """
 
     run_dir: Path
-    best_fitness: float
+    best_value: float
     evaluation: val.Evaluation | None
     rows: list[TableRow] = dataclasses.field(default_factory=list)
 

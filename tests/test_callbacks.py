@@ -112,7 +112,7 @@ def test_epoch_ends_say_what_results_csv_has(told: Told) -> None:
         assert dict(event.rates) == pytest.approx({f"lr{k}": rate for k, rate in enumerate(rates)})
         assert row[["x/lr0", "x/lr1", "x/lr2"]].tolist() == pytest.approx(rates, rel=1e-5)
         assert figures.fitness == pytest.approx(fitness[i], rel=1e-5)
-        assert event.best_fitness == pytest.approx(best[i], rel=1e-5)
+        assert event.best_value == pytest.approx(best[i], rel=1e-5)
         assert event.better == (i == 0 or best[i] > best[i - 1])
         assert figures.class_maps.keys() == {"blue", "red"}
         assert sum(figures.class_maps.values()) / 2 == pytest.approx(figures.map)
@@ -170,14 +170,19 @@ def test_a_resumed_run_says_so(told: Told, tmp_path: Path) -> None:
 
 def test_what_was_not_measured_is_not_there(data: Path, tmp_path: Path) -> None:
     recorder = Recorder()
-    train_with([recorder], *flags(data, tmp_path, "--noval", "--nosave", "--noplots", "--epochs", 2))
+    train_with(
+        [recorder], *flags(data, tmp_path, "--noval", "--nosave", "--noplots", "--epochs", 2, "--metric", "recall")
+    )
     assert recorder.kinds() == ["TrainStart", "EpochEnd", "EpochEnd", "CheckpointSaved", "TrainEnd"]
     first, last = recorder.epochs()
     assert first.metrics is None
     assert not first.val_losses
-    assert (first.best_fitness, first.better) == (-1, False)
+    assert (first.best_value, first.better) == (-1, False)
     assert last.metrics is not None
     assert last.better
+    # Fitness has one meaning, whatever is best.
+    assert last.metrics.fitness == pytest.approx(0.1 * last.metrics.map50 + 0.9 * last.metrics.map)
+    assert last.best_value == last.metrics.recall != last.metrics.fitness
 
 
 def test_class_maps_have_the_right_names() -> None:

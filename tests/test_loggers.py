@@ -29,7 +29,7 @@ BATCH = 2  # images, of runs that stop inside an epoch
 HAVE_TENSORBOARD = find_spec("tensorboard") is not None
 needs_tensorboard = pytest.mark.skipif(not HAVE_TENSORBOARD, reason="TensorBoard is not installed")
 NAMES = ["jsonl"] + ["tensorboard"] * HAVE_TENSORBOARD
-MORE = ["best_fitness", "better", "seconds", "class_maps"]  # than results.csv has
+MORE = ["best_value", "better", "seconds", "class_maps"]  # than results.csv has
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_jsonl_has_the_rows_of_results_csv(whole: Path) -> None:
         assert [f"{row[column]:.6g}" for column in columns] == line.split(",")
         assert row["class_maps"].keys() == {"blue", "red"}
     fitness = [0.1 * row["metrics/mAP_0.5"] + 0.9 * row["metrics/mAP_0.5:0.95"] for row in rows]
-    assert [row["best_fitness"] for row in rows] == pytest.approx([max(fitness[: i + 1]) for i in range(EPOCHS)])
+    assert [row["best_value"] for row in rows] == pytest.approx([max(fitness[: i + 1]) for i in range(EPOCHS)])
     assert [row["better"] for row in rows] == [not i or fitness[i] > max(fitness[:i]) for i in range(EPOCHS)]
     assert (first["flags"]["batch_size"], first["hyp"]["lr0"], first["names"]) == (4, 0.005, ["blue", "red"])
     assert first["flags"]["loggers"] == NAMES

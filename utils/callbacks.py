@@ -62,7 +62,7 @@ class Figures:
         recall: mean over the classes at the same confidence.
         map50: mean AP at IoU 0.5.
         map: mean AP over IoU 0.5 to 0.95.
-        fitness: what ``--metric`` names.
+        fitness: 0.1 mAP50 + 0.9 mAP50-95.
         class_maps: AP over IoU 0.5 to 0.95 of each class by its name, nan of one without labels; classes of equal names
             have their id behind it.
     """
@@ -86,7 +86,7 @@ class EpochEnd:
         val_losses: the same over the validation split; {} without a validation.
         metrics: None without a validation.
         rates: learning rates by name, at the last batch of the epoch.
-        best_fitness: best of all validations so far, this one included; -1 before the first.
+        best_value: best of what ``--metric`` names in all validations so far, this one included; -1 before the first.
         better: whether this epoch's is the best so far.
         seconds: since the end of the epoch before.
     """
@@ -97,7 +97,7 @@ class EpochEnd:
     val_losses: Mapping[str, float]
     metrics: Figures | None
     rates: Mapping[str, float]
-    best_fitness: float
+    best_value: float
     better: bool
     seconds: float
 

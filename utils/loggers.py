@@ -114,7 +114,7 @@ class JsonlLogger(FileLogger):
     def on_epoch_end(self, event: EpochEnd) -> Stop | None:
         """Add a line."""
         row: dict[str, Any] = dict.fromkeys(self._columns) | {"epoch": event.epoch} | figures(event)
-        row |= {"best_fitness": event.best_fitness, "better": event.better, "seconds": event.seconds}
+        row |= {"best_value": event.best_value, "better": event.better, "seconds": event.seconds}
         row["class_maps"] = None if event.metrics is None else dict(event.metrics.class_maps)
         self._due += _json_line(row)
         with self._or_warn("results.jsonl"):

@@ -50,7 +50,7 @@ def epoch_end(
         val_losses={} if evaluation is None else dict(zip(losses, evaluation.losses, strict=True)),
         metrics=figures(run, evaluation),
         rates=rates(run, run.state.epoch),
-        best_fitness=run.state.best_fitness,
+        best_value=run.state.best_fitness,
         better=better,
         seconds=seconds,
     )
@@ -83,7 +83,7 @@ def figures(run: Run, evaluation: val.Evaluation | None) -> Figures | None:
         recall=metrics.r,
         map50=metrics.map50,
         map=metrics.map,
-        fitness=metrics.value(run.config.metric),
+        fitness=metrics.fitness,
         class_maps=class_maps(metrics, run.data.names),
     )
 
