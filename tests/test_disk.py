@@ -507,7 +507,7 @@ def test_label_cache_on_a_full_disk(
 
 
 def unfinished(whole: Whole, run_dir: Path) -> Path:
-    """A copy of a run as it was before its last epoch."""
+    """A copy of a run as it was before its last two epochs."""
     shutil.copytree(whole.run_dir, run_dir, ignore=shutil.ignore_patterns("*.pt"))
     done = EPOCHS - 2
     for name, epoch in {"last.prev": done - 1, "last": done, "best": whole.best(done)}.items():
