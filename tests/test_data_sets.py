@@ -273,7 +273,8 @@ def resumable(folder: Path, names: list[str]) -> dict[str, Any]:
     (folder / "run/weights").mkdir(parents=True)
     content = {"model": network.state_dict(), "spec": network.yaml, "names": names, "config": {"imgsz": 64}}
     save_checkpoint(content, folder / "weights.pt", keep_previous=False)
-    return {**content, "hyp": config_to_dict(Hyp()), "run_dir": str(folder / "run")}
+    place = {"run_dir": str(folder / "run"), "path": str(folder / "run/weights/last.pt")}
+    return {**content, "hyp": config_to_dict(Hyp()), **place}
 
 
 def test_the_flag_is_what_allows_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
