@@ -28,6 +28,7 @@ from utils.errors import UserError
 from utils.seeds import rng_state
 from utils.torch_utils import ModelEMA, load_newest, save_checkpoint, strip_checkpoint
 
+pytestmark = pytest.mark.lowest
 posix_only = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals and limits")
 
 

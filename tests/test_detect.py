@@ -159,6 +159,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.lowest
 def test_txt_csv_and_crops_agree_with_the_boxes(weights: Path, photos: Path) -> None:
     flags = ("--save-txt", "--save-conf", "--save-csv", "--save-crop", "--max-det", "12")
     run_dir = run(weights, photos, *flags)
@@ -308,6 +309,7 @@ def test_drawing_flags(weights: Path, tmp_path: Path) -> None:
 # ---- videos and streams ----
 
 
+@pytest.mark.lowest
 def test_video(weights: Path, tmp_path: Path) -> None:
     """As many frames of the same size at the same speed; a label file for each frame."""
     path = make_video(tmp_path / "my clip.mp4", 12, fps=12.5, size=(66, 50))

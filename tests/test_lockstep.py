@@ -165,6 +165,7 @@ def left_in(folder: Path) -> list[str]:
 # --- scripts ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.lowest
 def test_script_without_guard(data: Path, tmp_path: Path) -> None:
     """L5, L8: three runs in one process, one of which fails; what they leave behind is weights and nothing else."""
     (tmp_path / "fast.yaml").write_text("warmup_epochs: 0\n")

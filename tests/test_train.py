@@ -213,6 +213,7 @@ def test_final_table_and_the_command_that_makes_it_again(whole: Finished, tmp_pa
 # Resume ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.lowest
 def test_killed_and_resumed_is_the_same_run(data: Path, whole: Finished, tmp_path: Path) -> None:
     """Killed inside the last epoch (ultralytics/yolov5#141, #292); bare --resume finds it and stays in its folder.
 

@@ -137,6 +137,7 @@ def pair(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, li
     return folder, [ended._replace(left=left_in(folder)) for ended in both]  # the first saw files of the other
 
 
+@pytest.mark.lowest
 def test_two_runs_at_once(pair: tuple[Path, list[Ended]]) -> None:
     """L4, L11, B4: each takes a free port and a folder of its own, and one of its processes speaks."""
     folder, both = pair

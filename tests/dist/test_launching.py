@@ -151,6 +151,7 @@ def test_backend_and_timeout(trained: Trained) -> None:
         ] * 2
 
 
+@pytest.mark.lowest
 def test_a_group_of_nccl() -> None:
     """pytorch/pytorch#189070, #180611: how ranks meet in one, and how one leaves that has failed.
 

@@ -208,6 +208,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 # Parity ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.lowest
 @several
 @both_precisions
 def test_gradient(lab: Lab, ranks: int, precision: str) -> None:

@@ -132,6 +132,7 @@ def test_stopped_at_a_random_moment(data: Path, whole: tuple[Path, float], tmp_p
         assert "Traceback" not in said
 
 
+@pytest.mark.lowest
 def test_under_torchrun(data: Path, tmp_path: Path) -> None:
     """A launcher by hand ends with 1 whatever its workers end with: the file RESUME tells (docs/faults.md)."""
     line = flags(data, tmp_path, LINE, "--device cpu --epochs 50 --time-limit 1s")
