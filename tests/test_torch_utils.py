@@ -8,6 +8,7 @@ import platform
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -288,11 +289,11 @@ def test_world_of_one(no_launcher: pytest.MonkeyPatch) -> None:
 def test_launcher_environment(no_launcher: pytest.MonkeyPatch) -> None:
     set_all(no_launcher, LAUNCHER_VARIABLES, "3 1 4 2 host 29500")
     env = dist_env()
-    place = {"rank": 3, "local_rank": 1, "world_size": 4, "local_world_size": 2, "node_rank": 1}
-    assert env == DistEnv(**place, launched=True, own_devices=True)
+    expected = DistEnv(rank=3, local_rank=1, world_size=4, local_world_size=2, node_rank=1, launched=True)
+    assert env == replace(expected, own_devices=True)
     assert not env.is_main_process
     no_launcher.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert dist_env() == DistEnv(**place, launched=True)
+    assert dist_env() == expected
     no_launcher.setenv("GROUP_RANK", "7")
     assert dist_env().node_rank == 7
     no_launcher.setenv("RANK", "4")
@@ -317,8 +318,8 @@ def test_place_in_a_slurm_step(no_launcher: pytest.MonkeyPatch) -> None:
     """Names and formats as SLURM documents them for srun (OUTPUT ENVIRONMENT VARIABLES)."""
     set_all(no_launcher, SLURM, "0 5 5 3 1 1 2(x2),1 gpu[07-09] 123456")
     env = dist_env()
-    place = {"rank": 3, "local_rank": 1, "world_size": 5, "local_world_size": 2, "node_rank": 1}
-    assert env == DistEnv(**place, launched=True, own_devices=True)
+    expected = DistEnv(rank=3, local_rank=1, world_size=5, local_world_size=2, node_rank=1, launched=True)
+    assert env == replace(expected, own_devices=True)
     assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("gpu07", "23456")
     assert os.environ["RANK"] == "3"
 

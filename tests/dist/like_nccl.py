@@ -40,16 +40,21 @@ def destroy_when_all_do(end: Callable[[], None] = dist.destroy_process_group) ->
     end()
 
 
-torch.cuda.device_count = lambda: 2
-torch.cuda.set_device = torch.cuda.synchronize = lambda device: None
-torch.ones = lambda *size, device: ones(*size)  # of the first exchange
-dist.is_nccl_available = lambda: True
-dist.init_process_group = make_by_gloo
-dist.get_backend_config = lambda: NAME
-dist.destroy_process_group = destroy_when_all_do
+CHANGES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (torch.cuda, "device_count", lambda: 2),
+    (torch.cuda, "set_device", lambda device: None),
+    (torch.cuda, "synchronize", lambda device: None),
+    (torch, "ones", lambda *size, device: ones(*size)),  # of the first exchange
+    (dist, "is_nccl_available", lambda: True),
+    (dist, "init_process_group", make_by_gloo),
+    (dist, "get_backend_config", lambda: NAME),
+    (dist, "destroy_process_group", destroy_when_all_do),
+)
 
 
 def main() -> None:
+    for module, name, change in CHANGES:
+        setattr(module, name, change)
     with process_group() as env:
         assert all_gather_objects(str(env.device), env) == ["cuda:0", "cuda:1"]
     assert not dist.is_initialized()
