@@ -9,7 +9,9 @@ group as NCCL does, when the other ranks of the machine come along.
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -52,18 +54,23 @@ CHANGES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
 )
 
 
+def fail_to_connect() -> None:
+    """What goes wrong when the ranks have met leaves no group behind."""
+    with suppress(OSError), mock.patch.object(dist, "all_gather_object", side_effect=OSError), process_group("cpu"):
+        raise AssertionError("they talk without a first word")
+    assert not dist.is_initialized()
+
+
 def main() -> None:
+    fail_to_connect()
     for module, name, change in CHANGES:
         setattr(module, name, change)
     with process_group() as env:
         assert all_gather_objects(str(env.device), env) == ["cuda:0", "cuda:1"]
     assert not dist.is_initialized()
     for _ in range(2):  # a mistake that all ranks meet: the group that it leaves is no hindrance
-        try:
-            with process_group() as env:
-                raise LookupError("caught")
-        except LookupError:
-            pass
+        with suppress(LookupError), process_group():
+            raise LookupError("caught")
     with process_group() as env:
         if env.rank == 1:
             raise LookupError("of one rank")
