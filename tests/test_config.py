@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.common import PROJECT
+from utils.checkpoint_files import check_readable
 from utils.config import (
     SHIPPED,
     SHIPPED_RECIPES,
@@ -32,7 +33,7 @@ from utils.config import (
     parse_train,
     parse_val,
 )
-from utils.errors import Problems, UserError, run_cli
+from utils.errors import Problems, UserError, nearest_file, run_cli
 from utils.flags import flags_page, given_flags, given_keywords, repeated_flags, without_flags
 from utils.run_folder import write_yaml
 
@@ -586,7 +587,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         "a\nb",
         "1e-3",
     ]
-    values = {f"k{number}": text for number, text in enumerate(texts)}
+    values: dict[str, Any] = {f"k{number}": text for number, text in enumerate(texts)}
     values |= {
         "f": 1e-5,
         "g": 1e20,
@@ -629,6 +630,37 @@ def test_shipped_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.Mon
         find_yaml("nope.yaml", "data")
     with pytest.raises(UserError, match=r"--data shape.yml: there is no such file; did you mean shapes.yaml\?"):
         find_yaml("shape.yml", "data")
+
+
+def test_a_mistyped_file_is_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own ones, also in another folder, with another suffix or without, and a mistyped folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("clinic.yaml", "sets/clinic.yml", "runs/train/exp3/weights/best.pt", "sets/clinic.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / name, "a: 1\n")
+    for typed, meant in {
+        "clinc.yaml": "clinic.yaml",
+        "Clinic.yml": "clinic.yaml",
+        "sets/clinik": "sets/clinic.yml",
+        "set/clinic.yml": "sets",
+        f"{tmp_path}/sets/clinics.yaml": f"{tmp_path}/sets/clinic.yml",
+        "coco12.yaml": "coco128.yaml",
+    }.items():
+        with pytest.raises(UserError) as info:
+            find_yaml(typed, "data")
+        assert str(info.value) == f"--data {typed}: there is no such file; did you mean {meant}?"
+    for typed, meant in {
+        "runs/train/exp3/weights/bets.pt": "runs/train/exp3/weights/best.pt",
+        "runs/train/exp3/weights/best": "runs/train/exp3/weights/best.pt",
+        "runs/train/exp33/weights/best.pt": "runs/train/exp3",
+        "runs/tain/exp3/weights/best.pt": "runs/train",
+        "yolov5ss.pt": "yolov5s.pt",
+    }.items():
+        with pytest.raises(UserError) as info:
+            check_readable(Path(typed), f"--weights {typed}")
+        assert str(info.value) == f"--weights {typed} is not there; did you mean {meant}?"
+    for typed in ("zzz.pt", "x/" * 40 + "zzz.pt", "x" * 300 + "/zzz.pt", "/zzz/zzz.pt"):
+        assert nearest_file(Path(typed), (".pt",)) == ""
 
 
 @pytest.mark.parametrize(("kind", "spelling"), [("data", "--data"), ("hyp", "--hyp"), ("model", "--cfg")])

@@ -57,6 +57,24 @@ def test_a_network_that_can_not_be_built_is_named(change: str, words: str, tmp_p
     assert not (tmp_path / "runs").exists()
 
 
+def test_mistakes_are_said_before_the_labels_are_scanned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To scan a large data set takes minutes; that weights are missing is known before. The error has all."""
+    data = make_data(tmp_path, count=4, val=3)
+    (tmp_path / "labels/val/1.txt").write_text("7 .5 .5 .1 .1")
+    project, weights = f"{tmp_path}/runs", f"{tmp_path}/none.pt"
+    for read in (
+        lambda: read_inputs(TrainConfig(data=str(data), weights=weights, batch_size=2, project=project), DistEnv()),
+        lambda: read_val_inputs(ValConfig(data=str(data), weights=weights, project=project), DistEnv()),
+    ):
+        with pytest.raises(UserError) as info:
+            read()
+        missing = f"--weights {weights} is not there"
+        assert [missing in text for text in info.value.messages] == [True, False]
+        assert "class ids in 1 label files" in info.value.messages[1]
+        said = capsys.readouterr().out
+        assert said.startswith(f"WARNING: found before the labels are looked at: {missing}\n")
+
+
 # What may be a mistake ------------------------------------------------------------------------------------------------
 
 

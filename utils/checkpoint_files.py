@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.errors import UserError
+from utils.errors import UserError, nearest_file
 from utils.inert_pickle import MOST_STEPS, Global, Record, RefusedError
 from utils.logging import get_logger
+from utils.published import WEIGHTS
 from utils.torch_files import StoredTensor, TorchFile
 
+WEIGHT_SUFFIXES = (".pt", ".pth", ".safetensors")
 CHECKPOINT_FORMAT = 1  # raised when older programs can't read the files any more
 SEAL = ("checkpoint_format", "digest")  # what of a file is not content
 MOST_NESTED = 50  # dicts and lists of a checkpoint in one another: a run's have some ten
@@ -168,7 +170,7 @@ def check_readable(path: Path, shown: str) -> None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        raise UserError(f"{shown} is not there") from None
+        raise UserError(f"{shown} is not there{nearest_file(path, WEIGHT_SUFFIXES, WEIGHTS)}") from None
     except OSError as error:  # a name that is too long, a folder that may not be entered
         raise UserError(f"{shown} can't be read: {error.strerror}") from None
     if stat.S_ISDIR(mode):

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 import yaml
 
-from utils.errors import Problems, UserError, nearest, report
+from utils.errors import Problems, UserError, nearest, nearest_file, report
 from utils.flags import check_values, flag, flags_page, given_flags
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -577,7 +577,7 @@ class _StrictLoader(yaml.SafeLoader):
     whoever walks through the values would never come to an end.
     """
 
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
     texts: Sequence[str] = ()  # keys of the file whose values are texts, as they are written
 
     def get_single_node(self) -> Any:
@@ -743,7 +743,7 @@ def find_yaml(name: str | Path, kind: str) -> Path:
     if reason:
         raise UserError(f"{spelling} {shown} {reason}")
     shipped = sorted(path.name for path in folder.glob("*.yaml"))
-    hint = nearest(wanted.name, shipped) or f"; shipped are {', '.join(shipped)}"
+    hint = nearest_file(wanted, (".yaml", ".yml"), shipped) or f"; shipped are {', '.join(shipped)}"
     raise UserError(f"{spelling} {shown}: there is no such file{hint}")
 
 

@@ -2,10 +2,12 @@
 
 import contextlib
 import difflib
+import itertools
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, TypeVar
 
@@ -17,6 +19,7 @@ NO_PROGRESS = 93  # it would fail again: schedulers should not start it anew
 RESUMABLE = 143  # stopped on request, and saved: --resume goes on. It is 128 + SIGTERM, as schedulers expect
 SHORT_WORD, SHORT_ALIKE = 6, 0.65  # letters below which a word must be more alike to be meant
 LONGEST_SUFFIX = len(".jpeg")
+MOST_BESIDE = 1000  # files that are looked at for one that was meant
 TURN = 5.0  # seconds that the other processes of a machine leave to its first one to say what is wrong
 
 
@@ -115,11 +118,39 @@ def nearest(word: object, known: Iterable[str], alike: float = 0.6) -> str:
         known: what it may have meant.
         alike: least likeness, 0 to 1, as difflib measures it; of short words more, for they are alike by chance.
     """
-    wanted = _core(str(word))
+    match = _closest(str(word), known, alike)
+    return f"; did you mean {match}?" if match else ""
+
+
+def nearest_file(path: Path, suffixes: Sequence[str], known: Iterable[str] = ()) -> str:
+    """Return ``; did you mean X?`` for a file that is not there, '' if nothing is like it.
+
+    Args:
+        path: what was typed; also a folder in it may be mistyped.
+        suffixes: of such files, in small letters.
+        known: names that are understood without a file.
+    """
+    missing = path
+    while not os.path.isdir(missing.parent) and missing != missing.parent:
+        missing = missing.parent
+    with contextlib.suppress(OSError), os.scandir(missing.parent) as entries:
+        beside = itertools.islice(entries, MOST_BESIDE)
+        if missing == path:
+            found = {entry.name: entry.path for entry in beside if entry.name.lower().endswith(tuple(suffixes))}
+            found |= {name: name for name in known}
+        else:
+            found = {entry.name: entry.path for entry in beside if entry.is_dir()}
+        match = _closest(missing.name, found, 0.6)
+        return f"; did you mean {os.path.normpath(found[match])}?" if match else ""
+    return ""
+
+
+def _closest(word: str, known: Iterable[str], alike: float) -> str:
+    wanted = _core(word)
     by_core = {_core(text): text for text in known}
     least = max(alike, SHORT_ALIKE) if len(wanted) < SHORT_WORD else alike
     matches = difflib.get_close_matches(wanted, by_core, n=1, cutoff=least)
-    return f"; did you mean {by_core[matches[0]]}?" if matches else ""
+    return by_core[matches[0]] if matches else ""
 
 
 def _core(text: str) -> str:

@@ -278,12 +278,16 @@ def read_labels(
 ) -> dict[str, LabelIndex]:
     """Open splits; {} where something is wrong with them. Nothing is drawn or fetched after other mistakes.
 
+    Mistakes that were found before are said at once, for to look at the labels may take minutes.
+
     Collective: every rank must call it.
     """
     made = data is not None and (data.generator is not None or is_fetched(data, splits))
     said = all_gather_objects((bool(problems), made), env)  # some mistakes are found by one rank, and all have to scan
     if data is None or (any(mistaken for mistaken, _ in said) and any(made for _, made in said)):
         return {}
+    for message in problems.messages if env.is_main_process else ():
+        get_logger().warning(f"found before the labels are looked at: {message}")
     return problems.attempt(lambda: open_splits(data, splits, env, strict=strict)) or {}
 
 
