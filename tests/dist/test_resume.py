@@ -29,7 +29,7 @@ from utils.torch_utils import load_checkpoint
 LIMIT = 240  # seconds for a run of about ten
 IMAGES, BATCH, EPOCHS = 68, 12, 3  # six batches in an epoch
 # Accumulation grows in the warm-up, with this nominal batch to windows of two batches in the second epoch.
-LINE = f"--batch {BATCH} --nbs 180 --epochs {EPOCHS} --save-steps 1 --patience 0"
+LINE = f"--batch {BATCH} --nbs 48 --epochs {EPOCHS} --save-steps 1 --patience 0"
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_killed_at_a_random_moment(
 # On other ranks -------------------------------------------------------------------------------------------------------
 
 
-MOVING = "--batch 12 --nbs 180 --epochs 2 --save-steps 1 --patience 0 --noval --amp off"
+MOVING = "--batch 12 --nbs 92 --epochs 2 --save-steps 1 --patience 0 --noval --amp off"
 # Young weights at the rates of a recipe make a million times as much of a rounding in these thirty batches.
 CALM = "lr0: 0.001\nwarmup_bias_lr: 0.001\n"
 
