@@ -200,8 +200,20 @@ def test_boxes_are_clipped_and_filtered(box: list[float], expected: list[float] 
 
 
 def test_slivers_are_dropped() -> None:
-    labels = np.array([[0, 0, 0, 250, 2.51], [0, 0, 0, 250, 2.49]], np.float32)
-    assert len(warp_labels(labels, Geometry(np.eye(3), 1.0), (300, 300))) == 1
+    """What cutting at an edge leaves, of the output or of the canvas; not what is thin as a whole."""
+    move = np.array([[1, 0, 0], [0, 1, -7.5], [0, 0, 1]])
+    labels = np.array([[0, 0, 0, 250, 10.01], [0, 0, 0, 250, 9.99]], np.float32)
+    assert len(warp_labels(labels, Geometry(move, 0.4), (300, 300))) == 1
+    whole = np.array([[0, 0, -20, 250, 2.51], [0, 0, -20, 250, 2.49]], np.float32)
+    assert len(warp_labels(whole.clip(0), Geometry(np.eye(3), 1.0), (300, 300), uncut=whole)) == 1
+
+
+def test_thin_objects_are_trained_on() -> None:
+    """ultralytics/yolov5#8391, #2521: wires of 608 x 5 pixels were dropped from every batch without a word."""
+    image = np.zeros((640, 640, 3), np.uint8)
+    labels = np.array([[0, 16, 317.4, 624, 322.6], [1, 317.4, 16, 322.6, 624], [2, 100, 100, 200, 200]], np.float32)
+    _, kept = letterbox_warp(image, labels, (640, 640), STILL, np.random.default_rng(0))
+    np.testing.assert_allclose(kept, labels, atol=1e-3)
 
 
 def test_a_box_is_the_hull_of_its_turned_corners() -> None:

@@ -23,7 +23,8 @@ GREY = 114  # fill of everything that no image covers
 
 MIN_SIDE = 2.0  # pixels; a box with a shorter side after the warp is dropped
 MIN_AREA_RATIO, MIN_AREA_RATIO_OUTLINED = 0.1, 0.01  # of the box's area that must still be visible
-MAX_ASPECT = 100.0
+MAX_ASPECT = 100.0  # of what cutting leaves; objects that are thinner as they are, such as wires, are kept
+ROUNDING = 1.01
 MAX_COVERED = 0.3  # of a box that a pasted copy may hide
 
 # Under perspective a point may fall behind the viewer; it is moved in front of him, far away in its own direction.
@@ -171,7 +172,11 @@ def map_points(points: np.ndarray, matrix: np.ndarray) -> np.ndarray:
 
 
 def warp_labels(
-    labels: np.ndarray, geometry: Geometry, output: tuple[int, int], outlines: Polygons | None = None
+    labels: np.ndarray,
+    geometry: Geometry,
+    output: tuple[int, int],
+    outlines: Polygons | None = None,
+    uncut: np.ndarray | None = None,
 ) -> np.ndarray:
     """Warp boxes: the hull of the four mapped corners, clipped; what is too small or mostly out of view is dropped.
 
@@ -182,6 +187,7 @@ def warp_labels(
         geometry: the warp.
         output: (height, width).
         outlines: of the labels, pixels of the canvas.
+        uncut: (n, 5) labels before the edge of the canvas cut them, in any place; None: as ``labels``.
 
     Returns:
         (m, 5) float32, m <= n, in the same order, pixels of the output.
@@ -202,8 +208,15 @@ def warp_labels(
     width, height = (high - low).T
     before = (labels[:, 3] - labels[:, 1]) * (labels[:, 4] - labels[:, 2]) * geometry.scale**2
     keep = (width > MIN_SIDE) & (height > MIN_SIDE) & (width * height > least * before)
-    keep &= (width < MAX_ASPECT * height) & (height < MAX_ASPECT * width)
+    thinnest = _thinnest(labels if uncut is None else uncut)
+    keep &= (width < thinnest * height) & (height < thinnest * width)
     return np.concatenate([labels[:, :1], low, high], axis=1, dtype=np.float32)[keep]
+
+
+def _thinnest(labels: np.ndarray) -> np.ndarray:
+    """(n,) ratio of sides above which what is left of each of some (n, 5) boxes is a sliver that was cut off."""
+    sides = labels[:, 3:] - labels[:, 1:3]
+    return np.maximum(MAX_ASPECT, ROUNDING * sides.max(axis=1) / np.maximum(sides.min(axis=1), 0.01))
 
 
 def warp_tiles(
@@ -226,7 +239,8 @@ def warp_tiles(
     matrix = geometry.matrix
     upright = not (matrix[0, 1] or matrix[1, 0] or matrix[2, 0] or matrix[2, 1])
     image = _warp_each(tiles, matrix, canvas, output) if upright else _warp_canvas(tiles, matrix, canvas, output)
-    return image, warp_labels(labels, geometry, output, outlines)
+    uncut = np.concatenate([tile.labels for tile in tiles])
+    return image, warp_labels(labels, geometry, output, outlines, uncut)
 
 
 def place_labels(tiles: Sequence[Tile], canvas: tuple[int, int]) -> tuple[np.ndarray, Polygons | None]:
