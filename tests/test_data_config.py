@@ -1,5 +1,6 @@
 """The YAML of a data set: paths, class names, suggested flags, and what a mistake costs."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,9 @@ def test_paths_are_what_is_written(tmp_path: Path) -> None:
         ("path: set", "download: {a: b}", "download takes an address, a list of addresses, or a script, not"),
         ("path: set", "download: file:///etc/x.zip", "download: 'file:///etc/x.zip' is not an address of a file"),
         ("path: set", "download: [https://x/y.zip, rm -r /]", "download: 'rm -r /' is not an address of a file"),
+        ("path: set", "columns: 4", "columns takes the number of columns in the row of a box, 5 or more, not 4"),
+        ("path: set", "kpt_shape: 17", "kpt_shape takes the number of keypoints and 2 or 3, as in [17, 3], not 17"),
+        ("path: set", "kpt_shape: [3, 2]\ncolumns: 6", "columns says 6, kpt_shape 5 and 6; leave one of them out"),
         ("path: set", "converter: coca", "converter is coco or voc, not 'coca'; did you mean coco?"),
         ("path: set", "generator: shape", "generator is shapes, not 'shape'; did you mean shapes?"),
         ("images/train", "{a: b}", "train takes a folder, a .txt list, or a list of these, not {'a': 'b'}"),
@@ -167,7 +171,8 @@ def test_what_may_be_a_mistake(tmp_path: Path) -> None:
     text = DATA.replace("[cat, dog]", "[cat, dog, cat, owl, dog, cat]")
     path = write(tmp_path / "d.yaml", text + "url: https://x/y\nkpt_shape: [17, 3]\nchannels: 1\n")
     assert load_data(path).doubts == [
-        f"{path}: unknown keys, not used: kpt_shape, channels",
+        f"{path}: unknown keys, not used: channels",
+        f"{path}: kpt_shape: keypoints are not used, the boxes in front of them are",
         f"{path}: names: the classes 0 and 2 and 5 are all called 'cat', and count as different ones",
         f"{path}: names: the classes 1 and 4 are all called 'dog', and count as different ones",
     ]
@@ -209,7 +214,7 @@ def test_a_root_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         check_split_paths(load_data(absolute))
 
 
-@pytest.mark.parametrize("text", ["a" * 300, "~nobody_of_this_name/x", "images\\train"])
+@pytest.mark.parametrize("text", ["a" * 300, "~nobody_of_this_name/x", "images\\tr"])
 def test_odd_paths_do_not_exist(text: str, tmp_path: Path) -> None:
     (tmp_path / "set/images/train").mkdir(parents=True)
     (tmp_path / "set/images/val").mkdir()
@@ -222,14 +227,63 @@ def test_odd_paths_do_not_exist(text: str, tmp_path: Path) -> None:
         check_split_paths(root)
 
 
-def test_paths_one_folder_too_high(tmp_path: Path) -> None:
-    """Exported YAMLs often say ../train/images for train/images."""
-    path = write(tmp_path / "set" / "d.yaml", "train: ../train/images\nval: val/images\nnames: [a]\n")
-    (tmp_path / "set" / "train" / "images").mkdir(parents=True)
-    (tmp_path / "set" / "val" / "images").mkdir(parents=True)
-    with pytest.raises(UserError) as info:
-        check_split_paths(load_data(path))
-    assert str(info.value).endswith(f"does not exist; did you mean {Path('train/images')}?")
+def folders(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [
+        ("../train/images", "../valid/images"),
+        ("/content/pets-1/train/images", "/content/pets-1/valid/images"),
+        ("C:\\Users\\me\\pets\\train\\images", "D:/pets/valid/images"),
+        ("..\\train\\images", "valid\\images"),
+        ("train/images", "../../elsewhere/valid/images"),
+    ],
+)
+def test_paths_of_another_place(train: str, val: str, tmp_path: Path) -> None:
+    """ultralytics/yolov5#5107: exported YAMLs say ../train/images, or paths of the machine they were written on."""
+    folders(tmp_path, "set/train/images", "set/valid/images", "images")
+    data = load_data(write(tmp_path / "set/d.yaml", f"train: {train}\nval: {val}\nnames: [a]\n"))
+    check_split_paths(data)
+    assert (data.train, data.val) == ([tmp_path / "set/train/images"], [tmp_path / "set/valid/images"])
+    said = [f"val: {Path(os.path.abspath(tmp_path / 'set' / val))} does not exist; {data.val[0]} does and is used"]
+    assert data.doubts[-1:] == [f"{data.path}: {text}" for text in said]
+    assert len(data.doubts) == 1 + (train != "train/images")
+
+
+def test_root_of_another_machine(tmp_path: Path) -> None:
+    """ultralytics/yolov5#5107: the splits are beside the YAML, whatever its path says."""
+    folders(tmp_path, "images/train", "images/val")
+    data = load_data(write(tmp_path / "d.yaml", DATA.replace("path: set", "path: /home/her/set")))
+    check_split_paths(data)
+    assert (data.train, data.val) == ([tmp_path / "images/train"], [tmp_path / "images/val"])
+    assert len(data.doubts) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "train: ../a/images\nval: ../b/images",  # a folder called images is no sign
+        "train: ../a/photos\nval: ../b/photos",  # one folder for two splits
+        "path: set\ntrain: images/train\nval: photos",  # the root is there: a split is not looked for elsewhere
+        "train: ../a/photos\nval: images\ndownload: https://x/y.zip",  # what is not there will be fetched
+    ],
+)
+def test_near_paths_that_are_not_taken(text: str, tmp_path: Path) -> None:
+    folders(tmp_path, "d/images", "d/photos", "d/set/images/train")
+    data = load_data(write(tmp_path / "d/d.yaml", f"{text}\nnames: [a]\n"))
+    assert data.doubts == []
+    with pytest.raises(UserError, match="does not exist"):
+        check_split_paths(data)
+
+
+def test_columns_of_a_box(tmp_path: Path) -> None:
+    """ultralytics/yolov5#12330: said directly, or by the shape of the keypoints behind the box."""
+    assert load_data(write(tmp_path / "a.yaml", DATA)).columns == 0
+    assert load_data(write(tmp_path / "b.yaml", DATA + "kpt_shape: [17, 3]\n")).columns == 56
+    assert load_data(write(tmp_path / "c.yaml", DATA + "columns: 6\n")).columns == 6
 
 
 # Suggested flags ------------------------------------------------------------------------------------------------------

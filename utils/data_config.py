@@ -20,11 +20,16 @@ GENERATORS = ("shapes",)
 CONVERTERS = ("coco", "voc")  # of annotations in other formats, see `utils.conversion`
 TEXT_KEYS = ("path", "train", "val", "test", "names", "download")  # a class may be called 1.10, and a folder 2024
 LONGEST_SHOWN = 100  # letters of a value in a message
-_DATA_KEYS = ("path", "train", "val", "test", "names", "nc", "download", "converter", "generator", "defaults")
+BOX_COLUMNS = 5  # class cx cy w h
+MOST_COLUMNS = 10_000
+_DATA_KEYS = (
+    "path", "train", "val", "test", "names", "nc", "download", "converter", "generator", "defaults", "columns",
+    "kpt_shape",
+)  # fmt: skip
 # Of other programs and of authors, about the data set rather than about what is in it.
 _NOTES = (
     "roboflow", "author", "authors", "contributor", "citation", "license", "licence", "url", "homepage", "source",
-    "version", "date", "description", "info", "is_coco", "yaml_file",
+    "version", "date", "description", "info", "is_coco", "yaml_file", "flip_idx", "kpt_names",
 )  # fmt: skip
 _MISSING = {
     "train": "add a line train: FOLDER, the images to train on",
@@ -63,6 +68,7 @@ class DataConfig:
     generator: str | None = None  # the data set is drawn, not fetched
     defaults: dict[str, Any] = field(default_factory=dict)  # flags of train.py that suit it; what is typed wins
     merged: int = 0  # classes of the label files that count as one (--single-cls); 0 = each is its own
+    columns: int = 0  # of the row of a box, whose first five are used; 0 = not said
     looked_in: list[Path] = field(default_factory=list)  # where the root might have been, if it is nowhere
     doubts: list[str] = field(default_factory=list)  # what may be a mistake, a sentence each
 
@@ -88,9 +94,10 @@ def load_data(name: str | Path, single_cls: bool = False, allow_script: bool = F
     """Read a data set YAML, by path or shipped name. Nothing is fetched, drawn or looked for on disk yet.
 
     ``path`` is the root of the splits: absolute, else relative to the YAML's folder, the current folder or the
-    project, the first in which it exists (the project if none: there it will be made). An unknown key is a mistake if
-    it is close to a known one, else a note of the author's, and doubtful unless many data sets have it. With
-    ``single_cls`` all classes count as one; with ``allow_script`` a script under ``download`` may run if needed.
+    project, the first in which it exists (the project if none: there it will be made). A split that is not there is
+    taken from where its last folders are, beside the YAML, which is doubtful. An unknown key is a mistake if it is
+    close to a known one, else a note of the author's, and doubtful unless many data sets have it. With ``single_cls``
+    all classes count as one; with ``allow_script`` a script under ``download`` may run if needed.
 
     Raises:
         UserError: lists every problem with the file and the key.
@@ -102,9 +109,12 @@ def load_data(name: str | Path, single_cls: bool = False, allow_script: bool = F
     tried = _data_roots(path, content.get("path"))
     root = next((place for place in tried if os.path.exists(place)), tried[-1])
     splits = {split: _split_paths(split, content.get(split), root, problems) for split in SPLITS}
+    fetched = any(content.get(key) for key in ("download", "generator"))
+    near = {} if fetched else _near_paths(splits, root if os.path.exists(root) else path.parent)
     names = _class_names(content["names"], problems) if "names" in content else []
     defaults = _default_flags(content.get("defaults"), problems)
     download, script = _downloads(content.get("download"), problems)
+    columns = _columns(content, problems)
     if type(content.get("nc", 0)) is not int:
         problems.add(f"nc takes a whole number, not {_shown(content['nc'])}; it can be left out")
     elif "nc" in content and names and content["nc"] != len(names):
@@ -120,11 +130,10 @@ def load_data(name: str | Path, single_cls: bool = False, allow_script: bool = F
         converter=content.get("converter"),
         generator=content.get("generator"),
         defaults=defaults,
-        train=splits["train"],
-        val=splits["val"],
-        test=splits["test"],
+        columns=columns,
         looked_in=[] if os.path.exists(root) else list(dict.fromkeys(tried)),
-        doubts=[f"{path}: {text}" for text in _doubts(content, names)],
+        doubts=[f"{path}: {text}" for text in [*_doubts(content, names), *_moved(splits, near)]],
+        **{split: [near.get(one, one) for one in paths] for split, paths in splits.items()},
     )
     return as_one_class(data) if single_cls else data
 
@@ -208,6 +217,32 @@ def _has_host(address: str) -> bool:
         return False
 
 
+def _columns(content: Mapping[Any, Any], problems: Problems) -> int:
+    """Return how many columns the row of a box has by ``columns`` or ``kpt_shape``, 0 if neither is there."""
+    keypoints, columns = content.get("kpt_shape"), content.get("columns")
+    found = 0
+    if keypoints is not None:
+        if (
+            not isinstance(keypoints, list)
+            or [type(number) for number in keypoints] != [int, int]
+            or keypoints[1] not in (2, 3)
+            or not 0 < keypoints[0] < MOST_COLUMNS
+        ):
+            problems.add(f"kpt_shape takes the number of keypoints and 2 or 3, as in [17, 3], not {_shown(keypoints)}")
+            return 0
+        found = BOX_COLUMNS + keypoints[0] * keypoints[1]
+    if columns is not None:
+        if type(columns) is not int or not BOX_COLUMNS <= columns <= MOST_COLUMNS:
+            problems.add(f"columns takes the number of columns in the row of a box, 5 or more, not {_shown(columns)}")
+            return 0
+        if found and columns != found:
+            problems.add(
+                f"columns says {columns}, kpt_shape {BOX_COLUMNS} and {found - BOX_COLUMNS}; leave one of them out"
+            )
+        found = columns
+    return found
+
+
 def _default_flags(value: Any, problems: Problems) -> dict[str, Any]:
     """Return the flags that the data set suggests, by field name."""
     if not isinstance(value, dict):
@@ -228,6 +263,8 @@ def _default_flags(value: Any, problems: Problems) -> dict[str, Any]:
 def _doubts(content: Mapping[Any, Any], names: Sequence[str]) -> list[str]:
     unknown = [str(key) for key in content if key not in _DATA_KEYS and key not in _NOTES]
     doubts = [f"unknown keys, not used: {', '.join(unknown)}"] if unknown else []
+    if content.get("kpt_shape") is not None:
+        doubts.append("kpt_shape: keypoints are not used, the boxes in front of them are")
     for name in dict.fromkeys(name for name in names if names.count(name) > 1):
         ids = [str(class_id) for class_id, other in enumerate(names) if other == name]
         doubts.append(f"names: the classes {' and '.join(ids)} are all called {name!r}, and count as different ones")
@@ -252,6 +289,32 @@ def _split_paths(split: str, value: Any, root: Path, problems: Problems) -> list
         problems.add(f"{split} takes a folder, a .txt list, or a list of these, not {_shown(value)}")
         return []
     return [_tidy(root / os.path.expanduser(text)) for text in values]
+
+
+def _near_paths(splits: Mapping[str, Sequence[Path]], folder: Path) -> dict[Path, Path]:
+    """Return where splits are that are not where the YAML says, as it was written elsewhere, by their paths.
+
+    That is the path with the most of the last folders that is there, below a folder. It must be more than ``images``,
+    for that many have, and another one for each split.
+    """
+    paths = dict.fromkeys(path for paths in splits.values() for path in paths)
+    near = {}
+    for path in paths:
+        parts = [part for part in re.split(r"[/\\]", str(path)) if part]
+        tails = [Path(*parts[k:]) for k in range(len(parts)) if [part.lower() for part in parts[k:]] != ["images"]]
+        found = next((folder / tail for tail in tails if os.path.exists(folder / tail)), None)
+        if found is not None and not os.path.exists(path):
+            near[path] = found
+    return near if len({near.get(path, path) for path in paths}) == len(paths) else {}
+
+
+def _moved(splits: Mapping[str, Sequence[Path]], near: Mapping[Path, Path]) -> list[str]:
+    return [
+        f"{split}: {path} does not exist; {near[path]} does and is used"
+        for split, paths in splits.items()
+        for path in paths
+        if path in near
+    ]
 
 
 def _class_names(value: Any, problems: Problems) -> list[str]:
