@@ -208,9 +208,14 @@ def test_split_without_labels(tmp_path: Path) -> None:
     images = make_split(tmp_path, [None, ""])
     data = DataConfig(tmp_path / "data.yaml", tmp_path, [images], [images], ["a"], [images])
     for split in ("train", "val", "val"):
-        with pytest.raises(UserError, match=rf"{split}: no labels in .*{tmp_path}/labels/train/00000.txt"):
+        with pytest.raises(UserError, match=rf"{split}: no labels in .*: all label files that are there, 1, are empty"):
             open_splits(data, [split])
     assert open_splits(data, ["test"])["test"].labels(0).shape == (0, 5)  # to detect on it
+    (tmp_path / "labels/train/00001.txt").unlink()
+    with pytest.raises(
+        UserError, match=rf"the label file of the first image would be {tmp_path}/labels/train/00000.txt"
+    ):
+        open_splits(data, ["train"])
 
 
 @needs_shared

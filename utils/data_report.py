@@ -46,6 +46,7 @@ class ScanReport:
         corrupt: left out.
         background: of those that are kept, without any box; missing and empty are among them.
         problems: every finding, by file and line.
+        hints: mistakes that many rows look to have in common, and what to do.
     """
 
     found: int = 0
@@ -54,6 +55,7 @@ class ScanReport:
     corrupt: int = 0
     background: int = 0
     problems: list[Problem] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
 
     @property
     def total(self) -> int:
@@ -67,10 +69,14 @@ class ScanReport:
         return text + (f"; {len(self.problems)} problems" if self.problems else "")
 
     def details(self, limit: int = SHOWN) -> list[str]:
-        """Counts per rule, most frequent first, then up to ``limit`` problems with file, line and value."""
-        counts = Counter(problem.rule for problem in self.problems)
-        lines = [f"{count} x {rule}" for rule, count in counts.most_common()]
+        """Counts per rule, then hints, then up to ``limit`` problems with file, line and value."""
+        lines = [*self.rule_counts(self.problems), *self.hints]
         return lines + shortened([*map(str, self.problems[:limit])], len(self.problems))
+
+    @staticmethod
+    def rule_counts(problems: Sequence[Problem]) -> list[str]:
+        """How often which rule is broken, most frequent first."""
+        return [f"{count} x {rule}" for rule, count in Counter(problem.rule for problem in problems).most_common()]
 
     def tell(self, split: str, logger: logging.Logger) -> None:
         """Log one line, then problems, then a warning where something is likely wrong with the whole split."""
@@ -80,7 +86,8 @@ class ScanReport:
         if self.background > (self.total - self.corrupt) / 2:
             logger.warning(
                 f"{self.background} of {self.total - self.corrupt} images in {split} HAVE NO LABELS and count as "
-                "background; labels are looked for in the folder 'labels' beside the folder 'images', a .txt per image"
+                "background; labels are looked for in the folder 'labels' beside the folder 'images', else beside the "
+                "image, a .txt of its name"
             )
 
 

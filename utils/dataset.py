@@ -35,18 +35,18 @@ from utils.data_sets import ensure_data
 from utils.errors import Problems, UserError
 from utils.forks import fork_context
 from utils.heartbeat import Phase, beat, beating
-from utils.image_lists import labels_without_image, list_images
+from utils.image_lists import find_labels, list_images
 from utils.images import ImageError, image_size, page_count, read_image, retried
 from utils.index_arrays import arrays_of, check_numbers
 from utils.interrupts import STOP_SIGNALS, interrupts_held
-from utils.labels import BAD_CLASS, RowReader, check_rows, label_path
+from utils.labels import BAD_CLASS, LEFT_OUT_ROW, Looks, RowReader, around_images, check_rows, label_path
 from utils.polygons import Polygons
 from utils.shapes import ensure_shapes
 from utils.torch_utils import ALONE, DistEnv, all_gather_objects, gather_on_machine, once_per_machine
 
 __all__ = ["LabelIndex", "build_index", "cache_folders", "open_splits", "read_image"]
 
-RULES_VERSION = 4  # raise it whenever a rule, the row format or the file format changes: older cache files are rebuilt
+RULES_VERSION = 5  # raise it whenever a rule, the row format or the file format changes: older cache files are rebuilt
 MAGIC = b"LSINDEX1"
 CHUNK = 512  # images per unit of work: long enough for vectorized checks, short enough for an even progress bar
 MIN_SIDE, MAX_PIXELS = 10, 1 << 28
@@ -63,10 +63,27 @@ FIRST_PAGE = "only the first page of the image is used"
 # --- 1. The scan -----------------------------------------------------------------------------------------------------
 
 
+class _Files(NamedTuple):
+    """Images, their label files ('' where there is none), and figures (n, 4) int64 as of ``_file_stats``."""
+
+    images: Sequence[str]
+    labels: Sequence[str]
+    stats: np.ndarray
+
+
+class _Rules(NamedTuple):
+    """What a split's labels are checked by, see ``build_index``."""
+
+    num_classes: int
+    single_cls: bool
+    columns: int
+
+
 class _Part(NamedTuple):
     """Result for consecutive images: status (n,) uint8, shapes (n, 2) int32, counts (n,) int64, rows (M, 5) float32.
 
-    Of polygons also: corners (M,) int64, how many each row has, 0 for a box; points (P, 2) float32, their places.
+    Of polygons also: corners (M,) int64, how many each row has, 0 for a box; points (P, 2) float32, their places. Of
+    all rows, also those left out, what they look like.
     """
 
     status: np.ndarray
@@ -76,16 +93,17 @@ class _Part(NamedTuple):
     corners: np.ndarray
     points: np.ndarray
     problems: list[Problem]
+    looks: Looks
 
 
-def _scan_chunk(paths: Sequence[str], stats: np.ndarray, num_classes: int, single_cls: bool) -> _Part:
-    """Check some images and their label files; stats (n, 4) int64 as from ``_file_stats``."""
+def _scan_chunk(files: _Files, rules: _Rules) -> _Part:
+    """Check some images and their label files."""
+    paths, names = files.images, files.labels
     status = np.full(len(paths), LABELLED, np.uint8)
     shapes = np.zeros((len(paths), 2), np.int32)
-    names = [label_path(path) for path in paths]
     problems: list[Problem] = []
-    reader = RowReader(problems)
-    for i, (path, name, label_size) in enumerate(zip(paths, names, stats[:, 2].tolist(), strict=True)):
+    reader = RowReader(problems, rules.columns)
+    for i, (path, name, label_size) in enumerate(zip(paths, names, files.stats[:, 2].tolist(), strict=True)):
         try:
             shapes[i] = _checked_size(path)
             text = b"" if label_size in (0, NO_FILE) else _read(name, label_size)
@@ -100,12 +118,14 @@ def _scan_chunk(paths: Sequence[str], stats: np.ndarray, num_classes: int, singl
                 problems.append(Problem(path, 0, f"{pages} pages", FIRST_PAGE))
             if not reader.read(i, name, text):
                 status[i] = MISSING if label_size == NO_FILE else EMPTY
-    rows = check_rows(reader.rows(), names, num_classes, problems, single_cls)
+    rows = reader.rows()
+    reader.looks.add_rows(rows, rules.num_classes)
+    rows = check_rows(rows, names, rules.num_classes, problems, rules.single_cls)
     counts = np.bincount(rows.image, minlength=len(paths))
     outlines = [reader.outlines[k] if k >= 0 else NO_POINTS for k in rows.outline.tolist()]
     corners = np.array([len(outline) for outline in outlines], np.int64)
     points = np.concatenate([NO_POINTS, *outlines])
-    return _Part(status, shapes, counts, rows.box.astype(np.float32), corners, points, problems)
+    return _Part(status, shapes, counts, rows.box.astype(np.float32), corners, points, problems, reader.looks)
 
 
 def _read(file: str, size: int) -> bytes:
@@ -129,24 +149,23 @@ def _checked_size(path: str) -> tuple[int, int]:
     return height, width
 
 
-def _scan(
-    paths: list[str], stats: np.ndarray, num_classes: int, single_cls: bool, split: str, env: DistEnv
-) -> _Part | None:
+def _scan(files: _Files, rules: _Rules, split: str, env: DistEnv) -> _Part | None:
     """Scan all images on all cores of a machine, each of its ranks a share. Collective.
 
     Returns:
         The same result however many cores and ranks there are; None but on the machine's first rank.
     """
-    all_starts = range(0, len(paths), CHUNK)
+    count = len(files.images)
+    all_starts = range(0, count, CHUNK)
     starts = all_starts[env.local_rank :: env.local_world_size]
 
     def work(start: int) -> _Part:
-        return _scan_chunk(paths[start : start + CHUNK], stats[start : start + CHUNK], num_classes, single_cls)
+        return _scan_chunk(_Files(*(column[start : start + CHUNK] for column in files)), rules)
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(max(cores // env.local_world_size, 1), len(starts) // 2)
     own: dict[int, _Part] = {}
-    total = sum(min(CHUNK, len(paths) - start) for start in starts)
+    total = sum(min(CHUNK, count - start) for start in starts)
     quiet = True if not env.is_main_process else None  # None: on a terminal only
     with tqdm(total=total, desc=f"Scanning {split}", unit="images", delay=1, disable=quiet) as bar:
         for start, part in beating(_parallel(work, list(starts), workers)):
@@ -158,10 +177,13 @@ def _scan(
     parts = {start: part for share in shares for start, part in share.items()}
     ordered = [parts[start] for start in all_starts]
     problems = sorted(problem for part in ordered for problem in part.problems)
+    looks = Looks()
+    for part in ordered:
+        looks.add(part.looks)
     status, shapes, counts, rows, corners, points = (
-        np.concatenate(columns) for columns in list(zip(*ordered, strict=True))[:-1]
+        np.concatenate(columns) for columns in list(zip(*ordered, strict=True))[:6]
     )
-    return _Part(status, shapes, counts, rows, corners, points, problems)
+    return _Part(status, shapes, counts, rows, corners, points, problems, looks)
 
 
 def _parallel(work: Callable[[int], _Part], items: list[int], workers: int) -> Iterator[tuple[int, _Part]]:
@@ -310,6 +332,7 @@ def build_index(
     *,
     split: str = "train",
     single_cls: bool = False,
+    columns: int = 0,
     cache: bool = True,
     named_in: str = "",
     logger: logging.Logger | None = None,
@@ -324,69 +347,73 @@ def build_index(
         env: this rank's place.
         split: its name, for messages.
         single_cls: give all boxes class 0, after their ids were checked.
+        columns: that the row of a box has, of which the first five are used; 0 = not said.
         cache: read and write the cache file.
         named_in: file and key that name the sources, for messages.
         logger: where the report goes.
 
     Raises:
-        UserError: no image, none that can be used, or class ids outside the names.
+        UserError: no image, none that can be used, class ids outside the names, or rows that may mean two things.
     """
     beat(Phase.LABELS)
     logger = logger or logging.getLogger("lockstep")
-    paths, problems = once_per_machine(partial(_listed_images, sources, named_in), env)
-    stats = _shared_stats(paths, env)
+    paths, labels, problems = once_per_machine(partial(_listed_images, sources, named_in), env)
+    files = _Files(paths, labels, _shared_stats(paths, labels, env))
+    rules = _Rules(num_classes, single_cls, columns)
     names = [os.fsencode(path) for path in paths]
-    said = json.dumps(problems).encode()
-    rules = str((num_classes, single_cls, RULES_VERSION))
-    key = content_digest(b"\n".join(names), stats.tobytes(), rules.encode(), said)
+    said = json.dumps([RULES_VERSION, rules, problems]).encode()
+    key = content_digest(b"\n".join(names), os.fsencode("\n".join(labels)), files.stats.tobytes(), said)
     places = json.dumps([os.path.abspath(source) for source in sources])
     name = f"{sources[0].stem}-{content_digest(places.encode(), str(num_classes).encode())[:12]}"
     file_name = f"{name}-single.index" if single_cls else f"{name}.index"
-    files = [folder / file_name for folder in cache_folders(paths[0])] if cache else []
+    kept_in = [folder / file_name for folder in cache_folders(paths[0])] if cache else []
     index = once_per_machine(
-        lambda: next((found for file in files if (found := open_index(file, key, logger))), None), env
+        lambda: next((found for file in kept_in if (found := open_index(file, key, logger))), None), env
     )
     if index is None:
-        scanned = _scan(paths, stats, num_classes, single_cls, split, env)
+        scanned = _scan(files, rules, split, env)
 
         def checked_and_stored() -> LabelIndex:
             assert scanned is not None
             part = scanned._replace(problems=sorted(problems + scanned.problems))
-            _refuse_bad_classes(part.problems, num_classes, split, paths[0])
+            _refuse_unclear_rows(part.looks, columns, split)
+            _refuse_bad_classes(part, num_classes, split, paths[0])
             _refuse_unreadable(part, sources)
             if single_cls:
                 part.rows[:, 0] = 0
             meta = {"key": key, "name": name, "num_classes": 1 if single_cls else num_classes}
-            made = _pack(names, stats, part, meta)
-            return _store(made, files, logger) or made
+            made = _pack(names, files.stats, part, meta)
+            return _store(made, kept_in, logger) or made
 
         index = once_per_machine(checked_and_stored, env)
     index.report.tell(split, logger)
     return index
 
 
-def _listed_images(sources: Sequence[Path], named_in: str) -> tuple[list[str], list[Problem]]:
-    """Images of a split, and what is wrong with its lists and folders."""
+def _listed_images(sources: Sequence[Path], named_in: str) -> tuple[list[str], list[str], list[Problem]]:
+    """Images of a split, their label files, and what is wrong with its lists and folders."""
     problems: list[Problem] = []
     try:
         paths = list_images(sources, problems)
+        labels, odd = find_labels(paths, sources)
     except UserError as error:
         raise UserError(f"{named_in}: {error}".removeprefix(": ")) from error
-    return paths, problems + labels_without_image(paths, sources)
+    return paths, labels, problems + odd
 
 
-def _shared_stats(paths: list[str], env: DistEnv) -> np.ndarray:
+def _shared_stats(paths: list[str], labels: list[str], env: DistEnv) -> np.ndarray:
     """Figures of all files as of ``_file_stats``, each rank of a machine asking for its share. Collective."""
     cuts = [len(paths) * rank // env.local_world_size for rank in range(env.local_world_size + 1)]
-    shares = gather_on_machine(_file_stats(paths[cuts[env.local_rank] : cuts[env.local_rank + 1]]), env)
+    own = slice(cuts[env.local_rank], cuts[env.local_rank + 1])
+    shares = gather_on_machine(_file_stats(paths[own], labels[own]), env)
     return once_per_machine(lambda: np.concatenate(shares), env)
 
 
-def _file_stats(paths: list[str]) -> np.ndarray:
+def _file_stats(paths: list[str], labels: list[str]) -> np.ndarray:
     """(n, 4) int64 [image size, image mtime, label size, label mtime]; bytes, nanoseconds; sizes < 0: no such file."""
     stats = np.empty((len(paths), 4), np.int64)
-    for i, path in enumerate(beating(paths)):
-        stats[i] = *_stat(path), *_stat(label_path(path))
+    for i, (path, label) in enumerate(beating(zip(paths, labels, strict=True))):
+        stats[i] = *_stat(path), *(_stat(label) if label else (NO_FILE, 0))
     return stats
 
 
@@ -412,14 +439,28 @@ def content_digest(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
-def _refuse_bad_classes(problems: list[Problem], num_classes: int, split: str, image: str) -> None:
-    bad = [problem for problem in problems if problem.rule == BAD_CLASS]
-    if bad:
-        files = len({problem.file for problem in bad})
+def _refuse_unclear_rows(looks: Looks, columns: int, split: str) -> None:
+    unclear = "" if columns else looks.unclear()
+    if unclear:
+        raise UserError(f"{split}: {unclear}")
+
+
+def _refuse_bad_classes(part: _Part, num_classes: int, split: str, image: str) -> None:
+    bad = [problem for problem in part.problems if problem.rule == BAD_CLASS]
+    if not bad:
+        return
+    files = len({problem.file for problem in bad})
+    if part.looks.ids_from_one():
         raise UserError(
-            f"{split}: class ids in {files} label files are not whole numbers from 0 to {num_classes - 1}; correct "
-            f"them or the names in the data YAML\n{listed({split: bad}, image)}"
+            f"{split}: class ids run from 1 to {num_classes}, but are counted from 0: subtract 1 from each, or put a "
+            f"name for 0 in front of the names in the data YAML ({len(bad)} rows in {files} label files have no name, "
+            f"such as {bad[0].file}:{bad[0].line})"
         )
+    hints = "".join(f"; {hint}" for hint in part.looks.hints())
+    raise UserError(
+        f"{split}: class ids in {files} label files are not whole numbers from 0 to {num_classes - 1}; correct "
+        f"them or the names in the data YAML{hints}\n{listed({split: bad}, image)}"
+    )
 
 
 def _refuse_unreadable(part: _Part, sources: Sequence[Path]) -> None:
@@ -453,7 +494,7 @@ def _pack(names: list[bytes], stats: np.ndarray, part: _Part, meta: dict[str, An
     names = [name for name, keep in zip(names, kept.tolist(), strict=True) if keep]
     labelled, missing, empty, corrupt = np.bincount(part.status, minlength=4).tolist()
     background = int((part.counts[kept] == 0).sum())
-    found = ScanReport(labelled, missing, empty, corrupt, background=background, problems=part.problems)
+    found = ScanReport(labelled, missing, empty, corrupt, background, part.problems, part.looks.hints())
     arrays = {
         "names": np.frombuffer(b"".join(names), np.uint8),
         "name_offsets": np.cumsum([0, *map(len, names)], dtype=np.int64),
@@ -475,9 +516,10 @@ def _pack(names: list[bytes], stats: np.ndarray, part: _Part, meta: dict[str, An
 
 def cache_folders(image: str) -> list[Path]:
     """Where caches of a data set go, best first: beside its images or labels folder, else in the user's cache."""
-    head, found, _ = image.rpartition("/images/")
+    folder = image.rpartition("/")[0]
+    around = around_images(folder)
     user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return [Path(head or "/" if found else os.path.dirname(image)) / ".lockstep", Path(user) / "lockstep"]
+    return [Path((around[0] if around else folder) or "/") / ".lockstep", Path(user) / "lockstep"]
 
 
 @contextlib.contextmanager
@@ -607,7 +649,8 @@ def open_splits(
     if strict and wrong:
         some = next(iter(indexes.values()))
         count = sum(map(len, wrong.values()))
-        problems.add(f"--strict: {count} problems in {' and '.join(wrong)}\n{listed(wrong, some.path(0))}")
+        hints = "".join(f"; {hint}" for index in indexes.values() for hint in index.report.hints)
+        problems.add(f"--strict: {count} problems in {' and '.join(wrong)}{hints}\n{listed(wrong, some.path(0))}")
     problems.raise_if_any()
     return indexes
 
@@ -616,13 +659,33 @@ def _open_split(data: DataConfig, split: str, labelled: bool, env: DistEnv) -> L
     check_split_paths(data, [split])
     sources = getattr(data, split)
     named_in = f"{data.path}: {split}"
-    index = build_index(sources, data.label_classes, env, split=split, single_cls=data.merged > 0, named_in=named_in)
+    index = build_index(
+        sources,
+        data.label_classes,
+        env,
+        split=split,
+        single_cls=data.merged > 0,
+        columns=data.columns,
+        named_in=named_in,
+    )
     if labelled and not index.num_instances:
-        raise UserError(
-            f"{split}: no labels in {', '.join(map(str, sources))}: at least one is needed; the label file of the "
-            f"first image would be {label_path(index.path(0))}"
-        )
+        raise UserError(f"{split}: no labels in {', '.join(map(str, sources))}: {_why_no_labels(index, split)}")
     return index
+
+
+def _why_no_labels(index: LabelIndex, split: str) -> str:
+    """What to do about a split without labels."""
+    report = index.report
+    lost = [problem for problem in report.problems if problem.line and problem.rule.endswith(LEFT_OUT_ROW)]
+    if lost:
+        files = len({problem.file for problem in lost})
+        reasons = "; ".join([*report.rule_counts(lost), *report.hints])
+        examples = listed({split: lost}, index.path(0))
+        return f"all {len(lost)} rows of {files} label files were left out: {reasons}\n{examples}"
+    if report.empty:
+        return f"all label files that are there, {report.empty}, are empty; at least one label is needed"
+    first = label_path(index.path(0))
+    return f"at least one is needed; the label file of the first image would be {first}, or beside the image"
 
 
 def check_same_data(indexes: Mapping[str, LabelIndex], env: DistEnv) -> None:

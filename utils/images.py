@@ -33,7 +33,15 @@ DECODING = {  # by how much smaller a JPEG file is decoded
     8: cv2.IMREAD_REDUCED_COLOR_8,
 }
 
-IMAGE_SUFFIXES = frozenset(["bmp", "dng", "jpeg", "jpg", "mpo", "png", "tif", "tiff", "webp", "pfm"])
+IMAGE_SUFFIXES = frozenset([
+    "avif", "bmp", "dib", "dng", "jfif", "jp2", "jpe", "jpeg", "jpg", "mpo", "pbm", "pfm", "pgm", "png", "pnm", "ppm",
+    "tif", "tiff", "webp",
+])  # fmt: skip
+# Pictures as well, which OpenCV does not read, not everywhere, or not as they are seen.
+OTHER_IMAGE_SUFFIXES = frozenset([
+    "arw", "cr2", "cr3", "exr", "gif", "hdr", "heic", "heif", "ico", "j2k", "jpf", "jpx", "jxl", "nef", "orf", "psd",
+    "raf", "rw2", "svg", "tga",
+])  # fmt: skip
 
 # Up to which brightest value of floats or signed numbers what is white. A picture from 0 to 1 may have highlights above
 # 1, and lossy files more than 255 or 65535 by a little.

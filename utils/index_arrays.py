@@ -91,7 +91,9 @@ def _check_report(fields: Any) -> None:
     problems = fields.get("problems") if isinstance(fields, dict) else None
     if not isinstance(problems, list) or fields.keys() != counts.keys():
         raise ValueError("a report that is none")
-    if any(type(fields[name]) is not int for name in counts if name != "problems"):
+    if any(type(fields[name]) is not int for name in counts if name not in ("problems", "hints")):
         raise ValueError("a report without counts")
     if any(not isinstance(problem, list) or list(map(type, problem)) != [str, int, str, str] for problem in problems):
         raise ValueError("a report of something else")
+    if not isinstance(fields["hints"], list) or not all(isinstance(hint, str) for hint in fields["hints"]):
+        raise ValueError("hints that are none")
