@@ -111,6 +111,7 @@ def load_data(name: str | Path, single_cls: bool = False, allow_script: bool = F
     splits = {split: _split_paths(split, content.get(split), root, problems) for split in SPLITS}
     fetched = any(content.get(key) for key in ("download", "generator"))
     near = {} if fetched else _near_paths(splits, root if os.path.exists(root) else path.parent)
+    found = {split: [near.get(one, one) for one in paths] for split, paths in splits.items()}
     names = _class_names(content["names"], problems) if "names" in content else []
     defaults = _default_flags(content.get("defaults"), problems)
     download, script = _downloads(content.get("download"), problems)
@@ -133,7 +134,9 @@ def load_data(name: str | Path, single_cls: bool = False, allow_script: bool = F
         columns=columns,
         looked_in=[] if os.path.exists(root) else list(dict.fromkeys(tried)),
         doubts=[f"{path}: {text}" for text in [*_doubts(content, names), *_moved(splits, near)]],
-        **{split: [near.get(one, one) for one in paths] for split, paths in splits.items()},
+        train=found["train"],
+        val=found["val"],
+        test=found["test"],
     )
     return as_one_class(data) if single_cls else data
 
