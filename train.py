@@ -51,7 +51,7 @@ from utils.console import EpochProgress, RunClock, duration, format_lines
 from utils.cuda_graph import can_capture, capture
 from utils.data_parallel import accumulating, replica_devices, replicate, wrap
 from utils.data_report import NOTHING_FOUND, REPLACED, ScanReport, UnreadableImages, write_report
-from utils.dataloaders import Batch, TrainLoader, ValLoader, choose_num_workers, resize_batch, train_loader, val_loader
+from utils.dataloaders import Batch, TrainLoader, ValLoader, resize_batch, share_workers, train_loader, val_loader
 from utils.devices import to_device, upload
 from utils.errors import DivergedError, NotWrittenError, run_cli
 from utils.flags import given_flags, repeated_flags, without_flags
@@ -590,18 +590,18 @@ def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, Va
         run.train_index, train_cache, run.hyp, imgsz, config.seed, config.rect, strict=config.strict
     )
     val_set = DetectionDataset(run.val_index, val_cache, None, imgsz, strict=config.strict)
+    workers, val_workers = share_workers(config.workers, env.local_world_size, run.plan.local_batch, run.val_batch)
     train_batches = train_loader(
         train_set,
         run.plan.global_batch,
         env,
-        choose_num_workers(config.workers, env.local_world_size, run.plan.local_batch),
+        workers,
         stride=stride,
         start_epoch=run.state.epoch,
         start_batch=run.state.batch,
     )
     stack.enter_context(contextlib.closing(train_batches))
     run.waited = train_batches.waited
-    val_workers = choose_num_workers(config.workers, env.local_world_size, run.val_batch)
     val_batches = val_loader(val_set, run.val_batch, env, val_workers, stride=stride)
     stack.enter_context(contextlib.closing(val_batches))
     return train_batches, val_batches

@@ -32,7 +32,7 @@ from benchmarks.train_step import MANY_EPOCHS, WARMED_UP, BareSteps, Repeated, l
 from models.costs import count_flops
 from utils.boxes import non_max_suppression
 from utils.data_config import build_train_config
-from utils.dataloaders import PREFETCH_BATCHES, Batch, choose_num_workers
+from utils.dataloaders import PREFETCH_BATCHES, Batch, share_workers
 from utils.devices import upload
 from utils.errors import UserError, run_cli
 from utils.optim import param_groups
@@ -140,7 +140,7 @@ class Bench:
         run, machine = self.run, self.machine
         layouts = {"channels last": torch.channels_last, "contiguous": torch.contiguous_format}
         names = ["bf16", "fp16", "off"] if machine.device.type == "cuda" else [run.precision.name]
-        ahead = PREFETCH_BATCHES * choose_num_workers(run.config.workers, 1, run.plan.local_batch)
+        ahead = PREFETCH_BATCHES * share_workers(run.config.workers, 1, run.plan.local_batch, run.val_batch)[0]
         epochs = math.ceil(MANY_TIMES * ahead / run.schedule.batches_per_epoch) or 1
         bare = machine.waited(BareSteps(run, self.batch, run.precision, torch.channels_last))
         contestants: dict[str, Callable[[], None]] = {

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import pickle
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -19,13 +21,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.common import SHARED, golden, needs_shared
+from tests.common import PROJECT, SHARED, golden, needs_shared
 from utils.augmentations import GREY, letterbox, resize_longest, resized_shape, resized_shapes
 from utils.config import Hyp
-from utils.dataloaders import choose_num_workers, collate, resize_batch, train_loader, val_loader
-from utils.dataset import LabelIndex, build_index, read_image
-from utils.errors import UserError
+from utils.dataloaders import choose_num_workers, collate, resize_batch, share_workers, train_loader, val_loader
+from utils.dataset import LabelIndex, _parallel, build_index, read_image
+from utils.errors import Problems, UserError
 from utils.image_cache import ImageCache
+from utils.inputs import check_loading
 from utils.order import SampleRequest, TrainBatches, batch_imgsz, rect_batches, val_batches
 from utils.samples import DetectionDataset, create_cache
 from utils.torch_utils import DistEnv
@@ -389,6 +392,69 @@ def test_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_num_workers(8, 1, 2) == 2
     assert choose_num_workers(8, 32, 64) == 1
     assert choose_num_workers(0, 1, 64) == 0
+
+
+def test_loaders_of_a_run_share_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and validation had N processes each (ultralytics/ultralytics#18802)."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16), raising=False)
+    assert share_workers(8, 1, 64, 32) == (6, 2)
+    assert share_workers(32, 1, 64, 32) == (16, 16)  # as many as cores each: there are enough
+    assert share_workers(8, 4, 64, 32) == (4, 4)
+    assert share_workers(8, 1, 5, 32) == (5, 3)  # a batch of five images has no use for more
+    for limit in range(20):
+        train, val = share_workers(limit, 1, 64, 32)
+        assert 0 <= val <= train <= limit and train + val <= limit and (train > 0) == (limit > 0)
+
+
+def in_a_daemon(index: LabelIndex, answer: multiprocessing.Queue[object]) -> None:
+    problems = Problems()
+    check_loading(4, choose_num_workers(4, 1, 16), problems)
+    dataset = DetectionDataset(index, OFF, Hyp(), 64)
+    with closing(train_loader(dataset, 4, DistEnv(), choose_num_workers(4, 1, 4))) as loader:
+        seen = len(next(loader).images)
+    scanned = sorted(_parallel(lambda start: start, [0, 1, 2], 2))  # type: ignore[arg-type, return-value]
+    answer.put((seen, scanned, problems.messages))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="starts the daemonic process by fork")
+def test_a_daemonic_process_loads_by_itself(index: LabelIndex, capfd: pytest.CaptureFixture[str]) -> None:
+    """Such a one may start no others: a traceback of the DataLoader (ultralytics/ultralytics#4915)."""
+    answer: multiprocessing.Queue[object] = multiprocessing.get_context("fork").Queue()
+    process = multiprocessing.get_context("fork").Process(target=in_a_daemon, args=(index, answer), daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert answer.get(timeout=10) == (4, [(0, 0), (1, 1), (2, 2)], [])
+    assert capfd.readouterr().out.count("this process is daemonic") == 1
+
+
+OPEN_FILES = """
+import os, resource, sys
+from utils.preflight import check_open_files
+from utils.errors import UserError
+check_open_files(4)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard))
+try:
+    check_open_files(4)
+except UserError as error:
+    print(error)
+check_open_files(0)
+from utils.dataloaders import _starting
+try:
+    with _starting():
+        kept = [os.pipe() for _ in range(32)]
+except UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
+def test_too_few_open_files_are_one_line() -> None:
+    """A traceback of the DataLoader (ultralytics/ultralytics#4413); said before the run, or where it begins."""
+    before, started = subprocess.check_output([sys.executable, "-c", OPEN_FILES], text=True, cwd=PROJECT).splitlines()
+    assert re.match(r"this run needs about \d+ open files, 32 are allowed; .* ulimit -n 1024, or use fewer", before)
+    assert "too many open files (ulimit -n)" in started and "--workers" in started
 
 
 def test_labels_fit_their_images_in_every_sample(index: LabelIndex) -> None:

@@ -199,7 +199,7 @@ class TrainConfig:
         const="ram",
         choices=("ram", "disk", "off"),
     )
-    workers: int = flag(8, "data", "most loader processes; 0 = load in the training process", low=0)
+    workers: int = flag(8, "data", "most loader processes of a rank; 0 = load in the training process", low=0)
 
     epochs: int = flag(100, "training", "passes over the training split", low=1)
     batch_size: int = flag(
@@ -320,7 +320,7 @@ class ValConfig:
         high=LARGEST_IMGSZ,
     )
     batch_size: int = flag(32, "data", "images per forward pass", "--batch", low=1)
-    workers: int = flag(8, "data", "most loader processes; 0 = load in the main process", low=0)
+    workers: int = flag(8, "data", "most loader processes of a rank; 0 = load in the main process", low=0)
 
     conf_thres: float = flag(0.001, "scoring", "least confidence of a detection", "--conf", low=0, high=1)
     iou_thres: float = flag(

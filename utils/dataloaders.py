@@ -6,6 +6,8 @@ epoch.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import sys
@@ -24,7 +26,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from utils.batch_slots import BatchSlots
 from utils.errors import LostDataError, UserError
-from utils.forks import fork_context, keep_freed_memory, name_process
+from utils.forks import fork_context, keep_freed_memory, may_have_children, name_process
 from utils.images import ImageError
 from utils.interrupts import STOP_SIGNALS, end_in_a_while, interrupts_held
 from utils.leisure import NICENESS, Leisure
@@ -36,6 +38,15 @@ from utils.torch_utils import DistEnv
 PREFETCH_BATCHES = 2  # per worker
 SLOTS = PREFETCH_BATCHES + 2  # per worker: training holds a batch and maybe the one before, which it is about to drop
 FILLING = 1.0  # seconds that the first step waits at most for the queues to be full
+
+# What keeps a process from being started, by errno or by Python's words.
+LIMITS: dict[int | str, str] = {
+    errno.EMFILE: "too many open files (ulimit -n)",
+    errno.ENFILE: "too many open files on this machine",
+    errno.EAGAIN: "too many processes (ulimit -u, or the limit of a container)",
+    errno.ENOMEM: "no memory is left for them (ulimit -v, or the limit of a container)",
+    "can't start new thread": "too many processes (ulimit -u, or the limit of a container)",
+}
 
 
 class Batch(NamedTuple):
@@ -107,8 +118,27 @@ def collate(samples: Sequence[Sample], batch_size: int, slots: BatchSlots | None
 
 def choose_num_workers(limit: int, local_world_size: int, local_batch: int) -> int:
     """Loader processes of one rank: at most ``limit``, its share of the cores and its images in a batch; 0 = none."""
+    if not may_have_children():
+        return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(limit, max(cores // local_world_size, 1), local_batch)
+
+
+def share_workers(limit: int, local_world_size: int, local_batch: int, val_batch: int) -> tuple[int, int]:
+    """Loader processes of one rank for training and for validation, at most ``limit`` together.
+
+    They live side by side, so that an epoch begins with batches that are ready. Where that is too many, validation,
+    which has less to do, gets a quarter of them.
+
+    Args:
+        limit: ``--workers``.
+        local_world_size: ranks of this machine.
+        local_batch: images of this rank in a training batch.
+        val_batch: images in a validation batch.
+    """
+    train, val = (choose_num_workers(limit, local_world_size, batch) for batch in (local_batch, val_batch))
+    val = min(val, max(limit - train, limit // 4))
+    return min(train, limit - val), val
 
 
 def choose_val_batch(wanted: int, global_batch: int) -> int:
@@ -181,6 +211,25 @@ def _without_traceback(error: ImageError | LostDataError) -> UserError | LostDat
     return UserError(f"{said}, although it could be read when the run began (--strict); replace the image or remove it")
 
 
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    """Hold interrupts while loader processes are started, and say which limit they meet with.
+
+    Raises:
+        UserError: there can't be so many.
+    """
+    try:
+        with interrupts_held():
+            yield
+    except (OSError, RuntimeError) as error:
+        limit = LIMITS.get(getattr(error, "errno", None) or str(error))
+        if limit is None:
+            raise
+        raise UserError(
+            f"the processes that load images can't be started: {limit}; raise that, or use fewer --workers"
+        ) from None
+
+
 def _end_workers(batches: Iterator[Batch] | None) -> None:
     """End the processes of one of PyTorch's iterators, which does so by itself only when its last reference goes.
 
@@ -211,7 +260,7 @@ class TrainLoader(Iterator[Batch]):
         self._full = loader.num_workers * PREFETCH_BATCHES
         self._device, self._waited = device, 0.0
         self._unreadable: dict[int, str] = {}
-        with interrupts_held():  # the workers are forked here
+        with _starting():
             self._batches: Iterator[Batch] | None = iter(loader)
 
     def __next__(self) -> Batch:
@@ -272,7 +321,7 @@ class ValLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         assert self._loader is not None, "the loader is closed"
-        with interrupts_held():  # the first time workers are forked here
+        with _starting():  # the first time
             self._batches = batches = iter(self._loader)
         try:
             yield from batches

@@ -33,7 +33,7 @@ from utils.data_config import DataConfig, check_split_paths
 from utils.data_report import Problem, ScanReport, report_csv, shortened
 from utils.data_sets import ensure_data
 from utils.errors import Problems, UserError
-from utils.forks import fork_context
+from utils.forks import fork_context, may_have_children
 from utils.heartbeat import Phase, beat, beating
 from utils.image_lists import find_labels, list_images
 from utils.images import ImageError, image_size, page_count, read_image, retried
@@ -187,11 +187,11 @@ def _scan(files: _Files, rules: _Rules, split: str, env: DistEnv) -> _Part | Non
 
 
 def _parallel(work: Callable[[int], _Part], items: list[int], workers: int) -> Iterator[tuple[int, _Part]]:
-    """Yield (item, work(item)) in any order, from forked processes on Linux, from threads where fork is not safe."""
+    """Yield (item, work(item)) in any order, from forked processes on Linux, from threads where there can't be any."""
     if workers <= 1:
         yield from ((item, work(item)) for item in items)
         return
-    if sys.platform != "linux":
+    if sys.platform != "linux" or not may_have_children():
         with ThreadPoolExecutor(workers) as pool:
             yield from zip(items, pool.map(work, items), strict=True)
         return

@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import os
 import sys
-from multiprocessing import connection, context
+from multiprocessing import connection, context, current_process
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -34,6 +34,11 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the largest that is allowed
         mallopt(M_TRIM_THRESHOLD, 64 << 20)
+
+
+def may_have_children() -> bool:
+    """Whether this process may start others by multiprocessing: not if it is daemonic, as Celery's are and a pool's."""
+    return not current_process().daemon
 
 
 def fork_context() -> context.ForkContext:

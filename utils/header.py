@@ -8,7 +8,7 @@ import torch
 from models.costs import count_flops
 from utils.config import MAX_DET
 from utils.console import format_lines, machine
-from utils.dataloaders import choose_num_workers
+from utils.dataloaders import share_workers
 from utils.run_folder import lockstep_version
 from utils.run_state import Run
 from utils.torch_utils import backend
@@ -84,21 +84,22 @@ def ranks(run: Run) -> list[tuple[str, str]]:
 
 def loader(run: Run) -> str:
     """Say how many processes load images for a rank, and what they keep."""
-    workers = loader_processes(run, run.config.workers)
+    workers, val_workers = loader_processes(run, run.config.workers)
     rank = " for each rank" if run.env.world_size > 1 else ""
     processes = f"{workers} process{'es' if workers > 1 else ''}{rank}" if workers else "in the training process"
-    return f"{processes}, cache {run.config.cache}"
+    validation = f", {val_workers or 'none'} for validation" if workers != val_workers else ""
+    return f"{processes}{validation}, cache {run.config.cache}"
 
 
 def remedies(run: Run) -> str:
     """Say what makes images come faster, by what is possible still."""
-    workers = loader_processes(run, run.config.workers)
-    found = [f"more --workers (now {workers})"] if loader_processes(run, sys.maxsize) > workers else []
+    workers, most = (loader_processes(run, limit)[0] for limit in (run.config.workers, sys.maxsize))
+    found = [f"more --workers (now {run.config.workers})"] if most > workers else []
     found += ["--cache ram"] if run.config.cache == "off" else []
     found += ["a smaller --img"]
     return "what helps: " + ", ".join(found[:-1]) + (" or " if len(found) > 1 else "") + found[-1]
 
 
-def loader_processes(run: Run, limit: int) -> int:
-    """Return how many processes load training images for this rank."""
-    return choose_num_workers(limit, run.env.local_world_size, run.plan.local_batch)
+def loader_processes(run: Run, limit: int) -> tuple[int, int]:
+    """Return how many processes load images for this rank, to train on and for validation."""
+    return share_workers(limit, run.env.local_world_size, run.plan.local_batch, run.val_batch)

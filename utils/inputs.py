@@ -23,16 +23,18 @@ from utils.config import ROOT, Hyp, Recipe, TrainConfig, ValConfig, build_config
 from utils.data_config import DataConfig, is_fetched, load_data
 from utils.data_parallel import replica_devices
 from utils.data_report import Problem
+from utils.dataloaders import choose_num_workers, choose_val_batch, share_workers
 from utils.dataset import LabelIndex, check_same_data, open_splits
 from utils.devices import check_half
 from utils.errors import Problems, UserError
+from utils.forks import may_have_children
 from utils.heartbeat import Phase, beat
 from utils.images import depth_doubts
 from utils.jobs import shown_weights
 from utils.loggers import loggers_from_names
 from utils.logging import get_logger
 from utils.order import max_imgsz
-from utils.preflight import check_disk, check_run_folder
+from utils.preflight import check_disk, check_open_files, check_run_folder
 from utils.steps import Precision, choose_precision
 from utils.torch_utils import (
     ALONE,
@@ -120,7 +122,7 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
         findings,
         taken or 0,
     )
-    check_machine(config, raw_model, env, folder, problems)
+    check_machine(config, raw_model, plan, env, folder, problems)
     share_problems(problems, env)
     doubts = [*doubts_about_depth(indexes, env), *doubts_about_splits(indexes["train"], indexes["val"], env)]
     for doubt in [*data.doubts, *recipe.doubts, *findings, *doubts]:
@@ -292,15 +294,34 @@ def read_labels(
 
 
 def check_machine(
-    config: TrainConfig, raw_model: DetectionModel, env: DistEnv, run_dir: Path, problems: Problems
+    config: TrainConfig, raw_model: DetectionModel, plan: BatchPlan, env: DistEnv, run_dir: Path, problems: Problems
 ) -> None:
-    """Check disk and compiler for a run whose other inputs are right."""
+    """Check disk, compiler and loader processes for a run whose other inputs are right."""
     replaced = (run_dir / "weights").glob("*.pt") if config.exist_ok or config.resume else ()
     there = sum(path.stat().st_size for path in replaced)
     if env.is_main_process:
         problems.attempt(lambda: check_disk(run_dir, checkpoints_bytes(raw_model, config) - there))
+    val_batch = choose_val_batch(config.val_batch, plan.global_batch)
+    processes = share_workers(config.workers, env.local_world_size, plan.local_batch, val_batch)
+    check_loading(config.workers, sum(processes), problems)
     if config.compile:
         problems.attempt(lambda: check_compiler(env.device))
+
+
+def check_loading(workers: int, processes: int, problems: Problems) -> None:
+    """Check that there may be so many processes that load images.
+
+    Args:
+        workers: ``--workers``.
+        processes: of this rank.
+        problems: where mistakes go.
+    """
+    if workers and not may_have_children():
+        get_logger().warning(
+            "this process is daemonic (one of Celery's, or of a pool) and may start no others; it loads images itself, "
+            "which is slower"
+        )
+    problems.attempt(lambda: check_open_files(processes))
 
 
 def checkpoints_bytes(raw_model: DetectionModel, config: TrainConfig) -> int:
@@ -383,6 +404,8 @@ def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
         problems.attempt(lambda: check_imgsz(config.imgsz or trained_at, model))
         if match is not None:
             model.detect.reorder_classes(match.order)
+    processes = choose_num_workers(config.workers, env.local_world_size, config.batch_size)
+    check_loading(config.workers, processes, problems)
     indexes = read_labels(data, [config.split], config.strict, env, problems)
     share_problems(problems, env)
     check_same_data(indexes, env)

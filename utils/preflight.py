@@ -9,8 +9,12 @@ import shutil
 import sys
 from pathlib import Path
 
+if sys.platform != "win32":
+    import resource
+
 from utils.errors import UserError, report
 
+FILES, FILES_PER_PROCESS = 16, 7  # of a run, and of it for each process that loads images; counted on Linux
 HEADLESS = "opencv-python-headless"
 
 
@@ -67,6 +71,26 @@ def check_disk(run_dir: Path, needed: int) -> None:
         raise UserError(
             f"--project {run_dir.parent}: the checkpoints of this run need about {needed / 1e6:,.0f} MB, "
             f"{free / 1e6:,.0f} MB are free on that disk; free some, or choose a --project on another disk"
+        )
+
+
+def check_open_files(processes: int) -> None:
+    """Check that a run may open as many files and pipes as it needs; not on Windows, which has no such limit.
+
+    Args:
+        processes: that are to load images.
+
+    Raises:
+        UserError: says how many are needed, and how many are allowed.
+    """
+    if sys.platform == "win32":
+        return
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/dev/fd")) + FILES + FILES_PER_PROCESS * processes
+    if allowed not in (resource.RLIM_INFINITY, -1) and needed > allowed:
+        raise UserError(
+            f"this run needs about {needed} open files, {allowed} are allowed; allow more, for example with ulimit -n "
+            f"{max(1024, 2 * needed)}{', or use fewer --workers' if processes else ''}"
         )
 
 
