@@ -312,7 +312,7 @@ def _pasted(argv: Sequence[str], kind: type[Any]) -> list[str]:
     switches = ["--no-" + item.name.replace("_", "-") for item in dataclasses.fields(kind) if item.type == bool | None]
     later = [spelling for spelling in kind.not_yet if " " not in spelling]
     cores = {spelling.lstrip("-") for spelling in (*_known(kind), *switches, *later, "--help")}
-    words = []
+    words: list[str] = []
     for word in argv:
         parts = re.split(SPACE, word)
         words += [part for part in parts if part] if any(_core(part) in cores for part in parts) else [word]
