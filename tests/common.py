@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,15 @@ def golden(name: str) -> Any:
             return dict(arrays)
     data = path.read_bytes()
     return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+
+
+def copy_shared(source: str, target: Path) -> None:
+    """Copy a folder of SHARED; unlike what is there, the copy can be written, by whoever runs the tests."""
+    for path in (SHARED / source).rglob("*"):
+        if path.is_file():
+            copy = target / path.relative_to(SHARED / source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:

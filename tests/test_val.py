@@ -5,7 +5,6 @@ import copy
 import io
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 import val
 from models.families import YOLOV5
 from models.yolo import DetectionModel
-from tests.common import PROJECT, SHARED, needs_shared
+from tests.common import PROJECT, SHARED, copy_shared, needs_shared
 from tests.runs import launch, make_data
 from utils.config import Hyp, ValConfig
 from utils.data_config import load_data
@@ -64,7 +63,7 @@ def bccd(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """Trained weights on 87 real images, from the checkpoint to the table, at the size they were trained at."""
     folder = tmp_path_factory.mktemp("bccd")
     for kind in ("images", "labels"):
-        shutil.copytree(SHARED / "datasets/bccd" / kind / "val", folder / kind / "val")  # caches stay out of there
+        copy_shared(f"datasets/bccd/{kind}/val", folder / kind / "val")  # caches stay out of there
     data = folder / "bccd.yaml"
     data.write_text("train: images/val\nval: images/val\nnames: [RBC, WBC, Platelets]\n")
     model = yolov5n(3, NAMES)

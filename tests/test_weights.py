@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from lockstep import YOLO
 from models.families import load_model
 from models.start import network_spec, start_from
 from models.yolo import DetectionModel, load_state
-from tests.common import PROJECT, SHARED, needs_shared
+from tests.common import PROJECT, SHARED, copy_shared, needs_shared
 from utils.config import Hyp, TrainConfig, build_config, find_yaml, load_yaml
 from utils.data_config import DataConfig
 from utils.errors import Problems, UserError
@@ -43,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def blood(tmp_path: Path) -> Path:
     """A copy of the BCCD data, for the original stays as it is."""
-    shutil.copytree(SHARED / "datasets/bccd", tmp_path / "bccd")
+    copy_shared("datasets/bccd", tmp_path / "bccd")
     data = tmp_path / "bccd/bccd.yaml"
     data.write_text(f"path: {tmp_path / 'bccd'}\ntrain: images/train\nval: images/val\nnames: [{', '.join(BLOOD)}]\n")
     return data
