@@ -113,7 +113,7 @@ def merges(levels: int) -> str:
         ("names: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
         ("names: " + "{a: " * 5000 + "}" * 5000, "is nested too deeply"),
         ("nc: " + "9" * 5000, "Exceeds the limit"),
-        ("nc: 2001-99-99", "month must be in 1..12"),
+        ("nc: !!timestamp 2001-99-99", "month must be in 1..12"),
         ("? [a, b]\n: 1\n", "found unhashable key"),
         ("a: 1\na: 2\n", "key a appears twice"),
         ("\x00", "special characters are not allowed"),
