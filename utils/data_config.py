@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from utils.config import ROOT, SPLITS, TrainConfig, build_config, find_yaml, load_yaml, yaml_word
+from utils.config import (
+    ROOT,
+    SPLITS,
+    TrainConfig,
+    build_config,
+    cache_folder,
+    find_yaml,
+    load_yaml,
+    may_be_made,
+    yaml_word,
+)
 from utils.errors import Problems, UserError, nearest
 from utils.flags import check_values
 
@@ -94,7 +104,8 @@ def load_data(name: str | Path, single_cls: bool = False, allow_script: bool = F
     """Read a data set YAML, by path or shipped name. Nothing is fetched, drawn or looked for on disk yet.
 
     ``path`` is the root of the splits: absolute, else relative to the YAML's folder, the current folder or the
-    project, the first in which it exists (the project if none: there it will be made). A split that is not there is
+    project, the first in which it exists (the project if none: there it will be made; a drawn set in the user's caches
+    where that is read-only). A split that is not there is
     taken from where its last folders are, beside the YAML, which is doubtful. An unknown key is a mistake if it is
     close to a known one, else a note of the author's, and doubtful unless many data sets have it. With ``single_cls``
     all classes count as one; with ``allow_script`` a script under ``download`` may run if needed.
@@ -108,6 +119,8 @@ def load_data(name: str | Path, single_cls: bool = False, allow_script: bool = F
     _check_data_keys(content, problems)
     tried = _data_roots(path, content.get("path"))
     root = next((place for place in tried if os.path.exists(place)), tried[-1])
+    if "generator" in content and not os.path.exists(root) and not may_be_made(root):  # the code is read-only
+        root = cache_folder() / root.name
     splits = {split: _split_paths(split, content.get(split), root, problems) for split in SPLITS}
     fetched = any(content.get(key) for key in ("download", "generator"))
     near = {} if fetched else _near_paths(splits, root if os.path.exists(root) else path.parent)

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from utils.config import cache_folder
 from utils.data_config import DataConfig, check_split_paths
 from utils.data_report import Problem, ScanReport, report_csv, shortened
 from utils.data_sets import ensure_data
@@ -515,11 +516,10 @@ def _pack(names: list[bytes], stats: np.ndarray, part: _Part, meta: dict[str, An
 
 
 def cache_folders(image: str) -> list[Path]:
-    """Where caches of a data set go, best first: beside its images or labels folder, else in the user's cache."""
+    """Where caches of a data set go, best first: beside its images or labels folder, else the user's."""
     folder = image.rpartition("/")[0]
     around = around_images(folder)
-    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return [Path((around[0] if around else folder) or "/") / ".lockstep", Path(user) / "lockstep"]
+    return [Path((around[0] if around else folder) or "/") / ".lockstep", cache_folder()]
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ import cv2
 import numpy as np
 from tqdm import tqdm
 
-from utils.config import ROOT
+from utils.config import ROOT, cache_folder, may_be_made
 from utils.errors import UserError
 from utils.logging import get_logger
 
@@ -427,10 +427,9 @@ def _texture(rng: np.random.Generator, under: np.ndarray, shape: Shape) -> np.nd
 def shapes_root() -> Path:
     """Where the set lives by default: ``datasets/shapes`` of the project, else (read-only) the user's cache folder."""
     local = ROOT / "datasets" / "shapes"
-    above = next(folder for folder in local.parents if folder.is_dir())
-    if is_complete(local) or os.access(above, os.W_OK):
+    if is_complete(local) or may_be_made(local):
         return local
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "shapes"
+    return cache_folder() / "shapes"
 
 
 def is_complete(root: Path) -> bool:
