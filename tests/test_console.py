@@ -60,20 +60,62 @@ def test_a_long_epoch_has_lines_in_between(capfd: pytest.CaptureFixture[str], mo
     assert shares == ["5/10  29% 10/35", "5/10  57% 20/35", "5/10  86% 30/35", "5/10 100% 35/35"]
 
 
-def test_a_bar_on_a_terminal() -> None:
-    code = "from tests.test_console import epoch; from utils.torch_utils import DistEnv; epoch(35, DistEnv())"
+FULL = "import sys; from tests.test_console import epoch; from utils.torch_utils import DistEnv; "
+
+
+def on_a_terminal(columns: int, code: str) -> list[str]:
+    """Run code whose stderr is a terminal of so many columns; returns what was drawn, one entry for each time."""
     termios = pytest.importorskip("termios")
     leader, follower = os.openpty()
-    pytest.importorskip("fcntl").ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
-    with subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT, stderr=follower) as child:
+    pytest.importorskip("fcntl").ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+    with subprocess.Popen([sys.executable, "-c", FULL + code], cwd=PROJECT, stderr=follower) as child:
         os.close(follower)
         said = b""
         while more := read(leader):
             said += more
     os.close(leader)
     assert child.returncode == 0, said
-    last = said.decode().replace("\r\n", "\n").rstrip().split("\r")[-1]
-    assert last.count("\n") == 0 and last.startswith("5/10 100%|") and "| 35/35, box 35.0000, " in last, said
+    return said.decode().replace("\r\n", "\n").split("\r")
+
+
+def test_a_bar_on_a_terminal() -> None:
+    last = on_a_terminal(160, "epoch(35, DistEnv())")[-1].rstrip()
+    assert last.count("\n") == 0 and last.startswith("5/10 100%|") and "| 35/35, box 35.0000, " in last
+    assert last.endswith(" left")
+
+
+@pytest.mark.parametrize("columns", [80, 0, 60, 45])
+def test_a_narrow_terminal_shows_what_matters(columns: int) -> None:
+    """Speed and time left were cut off at 80 columns; on a terminal of no size (containers) there were no figures."""
+    code = """
+from utils.console import EpochProgress, RunClock
+with EpochProgress(4, 35, 0, RunClock(10, 4.0), DistEnv()) as progress:
+    for batch in range(35):
+        if progress.advance(16):
+            progress.shown -= 1.0  # a second of training
+            progress.show([batch + 1.0, 0.0, 0.0], 0.01, 640)
+"""
+    last = on_a_terminal(columns, code)[-1].rstrip()
+    assert last.startswith("5/10 100% 35/35, ")
+    assert re.search(r" \d+ images/s, 0:\d\d left$", last), last
+    assert len(last) < (columns or 80)
+    assert ("box 35.0000, obj 0.0000, cls 0.0000" in last) is (columns in (0, 80))
+    assert ("box 35.0000" in last) is (columns != 45)
+
+
+def test_what_is_said_after_an_interrupt_has_a_line_of_its_own() -> None:
+    """Behind the bar nobody reads it."""
+    code = """
+from utils.console import EpochProgress, RunClock
+try:
+    with EpochProgress(4, 35, 0, RunClock(10, 4.0), DistEnv()) as progress:
+        progress.advance(16)
+        progress.show([1.0, 0.0, 0.0], 0.01, 640)
+        raise KeyboardInterrupt
+except KeyboardInterrupt:
+    print("stopped by Ctrl-C", file=sys.stderr)
+"""
+    assert on_a_terminal(80, code)[-1].split("\n")[1:] == ["stopped by Ctrl-C", ""]
 
 
 def read(descriptor: int) -> bytes:

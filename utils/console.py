@@ -1,9 +1,11 @@
 """What a run says on the terminal while it trains: its plan before it starts, and a progress bar."""
 
+import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TextIO
 
 import torch
 from tqdm import tqdm
@@ -14,6 +16,10 @@ from utils.torch_utils import DistEnv
 
 PLAIN_EVERY = 60.0  # seconds between two lines of an epoch where there is no terminal
 WORTH_SAYING = 0.2  # of the time, that something waits
+COLUMNS = 80  # of a terminal that does not say how wide it is
+BAR = "{desc} {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}"
+NO_BAR = "{desc} {percentage:3.0f}% {n_fmt}/{total_fmt}{postfix}"
+BAR_COLUMNS = len("|            |")
 LOOK_EVERY = 10  # micro-batches between two looks at the losses: each look makes the host wait for the device
 
 
@@ -79,11 +85,33 @@ class RunClock:
         return self.elapsed() / done_here * (self.epochs - done)
 
 
+def columns_of(stream: TextIO) -> int:
+    """Return the width of a terminal; `COLUMNS` where it is no terminal or does not say (ssh, containers)."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or COLUMNS
+    except (OSError, ValueError, AttributeError):
+        return COLUMNS
+
+
+def fit(parts: Sequence[tuple[int, str]], columns: int) -> str:
+    """Join as many parts of a line as there is room for, with commas.
+
+    Args:
+        parts: in their order; what has the highest number is left out first.
+        columns: of the line.
+    """
+    kept = list(parts)
+    while len(kept) > 1 and len(", ".join(text for _, text in kept)) > columns:
+        kept.remove(max(kept, key=lambda part: part[0]))
+    return ", ".join(text for _, text in kept)
+
+
 class EpochProgress:
     """One line that follows an epoch: losses, learning rate, images a second, memory, time left in the run.
 
     Where stderr is no terminal nothing can be written over: there is a line at the end of the epoch, and in a long one
-    some in between.
+    some in between. On a narrow terminal what matters least is left out. A context manager: the line ends with it,
+    however that is left.
     """
 
     def __init__(self, epoch: int, batches: int, done: int, clock: RunClock, env: DistEnv, waited: float = 0.0) -> None:
@@ -104,7 +132,8 @@ class EpochProgress:
             initial=done,
             disable=None if env.is_main_process else True,  # None: on a terminal only
             desc=self.title,
-            bar_format="{desc} {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}",
+            bar_format=BAR,
+            ncols=columns_of(sys.stderr),
         )
         self.plain = env.is_main_process and self.bar.disable
         self.done, self.images, self.shown_images, self.waited = done, 0, 0, waited
@@ -136,16 +165,37 @@ class EpochProgress:
         limit = f" (waiting for images: {waiting:.0%})" if waiting > WORTH_SAYING else ""
         left = duration(self.clock.left(self.epoch + self.done / self.batches))
         box, objectness, category = losses
-        figures = (
-            f"box {box:.4f}, obj {objectness:.4f}, cls {category:.4f}, lr {lr:.2g}, {imgsz} px, "
-            f"{rate:.0f} images/s{limit}, {memory_usage(self.device):.1f} GB, {left} left"
-        )
-        self.bar.set_postfix_str(figures, refresh=True)
+        parts = [
+            (1, f"box {box:.4f}"),
+            (2, f"obj {objectness:.4f}"),
+            (3, f"cls {category:.4f}"),
+            (4, f"lr {lr:.2g}"),
+            (6, f"{imgsz} px"),
+            (0, f"{rate:.0f} images/s{limit}"),
+            (5, f"{memory_usage(self.device):.1f} GB"),
+            (0, f"{left} left"),
+        ]
+        self._draw(parts)
         if self.plain and (self.done == self.batches or now - self.printed >= PLAIN_EVERY):
             share = f"{self.done / self.batches:4.0%} {self.done}/{self.batches}"
-            print(f"{self.title} {share}, {figures}", file=sys.stderr, flush=True)
+            print(f"{self.title} {share}, {fit(parts, sys.maxsize)}", file=sys.stderr, flush=True)
             self.printed = now
         self.shown, self.shown_images, self.waited = now, self.images, waited
+
+    def _draw(self, parts: Sequence[tuple[int, str]]) -> None:
+        """Show figures behind the bar, or without a bar where they fit then only."""
+        columns = columns_of(sys.stderr) - 1  # a line that fills the last column would be wrapped by some
+        share = len(f"{self.title} 100% {self.done}/{self.batches}, ")
+        whole = len(fit(parts, sys.maxsize))
+        has_room = share + BAR_COLUMNS + whole <= columns
+        self.bar.ncols, self.bar.bar_format = columns, BAR if has_room else NO_BAR
+        self.bar.set_postfix_str(fit(parts, columns - share), refresh=True)
+
+    def __enter__(self) -> "EpochProgress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the line; it stays on the screen."""
