@@ -39,13 +39,14 @@ from utils.config import ROOT, TrainConfig, ValConfig, build_config, find_yaml, 
 from utils.errors import RESUMABLE, USER_ERROR, Stopped, UserError, await_turn, run_cli
 from utils.flags import given_keywords
 from utils.inputs import check_classes
-from utils.interrupts import interrupts_held
+from utils.interrupts import CTRL_C, interrupts_held
 from utils.jobs import (
     MISTAKE,
     OUTCOME,
     Job,
     job_folder,
     load_callbacks,
+    name_weights,
     read_job,
     read_outcome,
     refuse_to_recurse,
@@ -140,6 +141,7 @@ class YOLO:
         """
         self.device = device
         self.cfg, self.weights_name = "", ""
+        self._weights_file = ""  # that a run from here names as its --weights
         self.model: DetectionModel | None = None
         self.family: Family | None = None
         self.imgsz, self.data = TrainConfig.imgsz, ""  # data: what the weights were trained on
@@ -266,6 +268,7 @@ class YOLO:
             return {}
         path = folder / self.weights_name
         self.save(path)
+        name_weights(folder, self._weights_file)
         return {"weights": str(path)}
 
     def _load(self, path: Path, env: DistEnv) -> None:
@@ -274,7 +277,7 @@ class YOLO:
             checkpoint = load_weights(path, env)
             self.model, self.family, self.imgsz = build_model(checkpoint, path, env)
         self.data = str(checkpoint["config"].get("data", ""))
-        self.weights_name = path.name
+        self.weights_name, self._weights_file = path.name, str(path)
 
 
 def _train_here(
@@ -308,6 +311,27 @@ def _val_here(config: ValConfig, env: DistEnv) -> Results:
 def _in_workers(folder: Path, method: str, given: Mapping[str, Any], callbacks: Sequence[Callback]) -> Results:
     """Run a method in worker processes, started by a child of this one: a launcher takes over a process's signals."""
     variables = write_job(folder, method, given, callbacks)
+    try:
+        status = _wait_for_workers(folder, variables)
+    except KeyboardInterrupt:
+        if stopped := read_outcome(folder, STOPPED):
+            raise Stopped(CTRL_C, RESUMABLE, stopped["lines"]) from None
+        raise
+    mistake, outcome = read_outcome(folder, MISTAKE), read_outcome(folder, OUTCOME)
+    if mistake:
+        raise UserError(mistake["message"], mistake["messages"])
+    stopped = read_outcome(folder, STOPPED)
+    if status == RESUMABLE and stopped:
+        raise Stopped(stopped["by"], RESUMABLE, stopped["lines"])
+    found = read_outcome(folder, RESULTS)
+    if status or found is None:
+        text = outcome["text"] if outcome else ""
+        raise TrainingError(text or f"the launcher of the workers ended with status {status}")
+    return Results(Path(found["run_dir"]), found["rows"])
+
+
+def _wait_for_workers(folder: Path, variables: Mapping[str, str]) -> int:
+    """Start the launcher of a job and return its exit status; it has ended, with its workers, however this returns."""
     shown = _is_real(sys.stdout)
     with contextlib.ExitStack() as stack:
         with interrupts_held():
@@ -321,18 +345,7 @@ def _in_workers(folder: Path, method: str, given: Mapping[str, Any], callbacks: 
             stack.callback(_end, child)
         if child.stdout is not None:
             _relay(child.stdout)
-        status = child.wait()
-    mistake, outcome = read_outcome(folder, MISTAKE), read_outcome(folder, OUTCOME)
-    if mistake:
-        raise UserError(mistake["message"], mistake["messages"])
-    stopped = read_outcome(folder, STOPPED)
-    if status == RESUMABLE and stopped:
-        raise Stopped(stopped["by"], RESUMABLE, stopped["lines"])
-    found = read_outcome(folder, RESULTS)
-    if status or found is None:
-        text = outcome["text"] if outcome else ""
-        raise TrainingError(text or f"the launcher of the workers ended with status {status}")
-    return Results(Path(found["run_dir"]), found["rows"])
+        return child.wait()
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:

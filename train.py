@@ -76,8 +76,11 @@ from utils.run_folder import (
     claim,
     claims_released,
     create_run_dir,
-    forget_stop,
+    forget_end,
     prepare_weights_dir,
+    say_finished,
+    script,
+    take_along,
     write_description,
 )
 from utils.run_state import (
@@ -85,9 +88,10 @@ from utils.run_state import (
     Ballot,
     Run,
     TrainState,
+    interruptible,
+    last_words,
     leave,
     load_run_state,
-    resumable,
     save_at_end,
     save_in_epoch,
     votes,
@@ -153,14 +157,20 @@ def train(
     Raises:
         UserError: flags, data, network and weights do not fit together; nothing has been trained then.
     """
-    with claims_released():
+    with claims_released(), contextlib.ExitStack() as stack:
+        if resumed is not None and resumed["run_dir"]:
+            stack.enter_context(interruptible(Path(resumed["run_dir"]), env))
         return carry_out(set_up(config, env, resumed, callbacks), resumed is not None)
 
 
 def carry_out(run: Run, resumed: bool) -> Results:
-    """Train a run from where it is to its end. Collective: every rank must call it."""
+    """Train a run from where it is to its end. Collective: every rank must call it.
+
+    Raises:
+        NotWrittenError: the disk did not take all that a run leaves.
+    """
     config, env, log = run.config, run.env, get_logger()
-    with resumable(run), run.callbacks, contextlib.ExitStack() as stack:
+    with interruptible(run.run_dir, env), run.callbacks, contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(run.writer))
         stack.enter_context(run.plots)
         train_batches, val_batches = open_loaders(run, stack)
@@ -177,6 +187,8 @@ def carry_out(run: Run, resumed: bool) -> Results:
         batches_left = run.schedule.batches_per_epoch - run.state.batch
         step_done = stack.enter_context(profiling(config.profile, env, run.run_dir, batches_left))
         stack.enter_context(run.stop.heeded())
+        if env.is_main_process:
+            forget_end(run.run_dir)
         while run.state.epoch < config.epochs and not run.state.stopped:
             with pace.epoch():
                 losses = train_epoch(run, train_batches, clock, step_done)
@@ -191,9 +203,22 @@ def carry_out(run: Run, resumed: bool) -> Results:
         tell_launcher(None)
         stack.close()  # waits for the pictures
         run.callbacks.train_end(train_end(run, results.evaluation))
-    if run.writer.failed:
-        raise NotWrittenError(f"the last checkpoint of {run.run_dir} was not written; the warnings above say why")
+    missing = once(lambda: what_is_missing(run), env)
+    if missing:
+        raise NotWrittenError(missing)
     return results
+
+
+def what_is_missing(run: Run) -> str:
+    """Say what of a run's files is not on the disk, "" if all are; and in its description if nothing is left to do."""
+    if run.writer.failed:
+        message = f"the last checkpoint of {run.run_dir} was not written; the warnings above say why"
+        return "\n".join([message, *last_words(run)])
+    say_finished(run.run_dir)
+    missing = [*run.writer.left_out, *run.callbacks.not_written()]
+    if missing:
+        return f"{run.run_dir} is finished, but without {', '.join(missing)}; the warnings above say why"
+    return ""
 
 
 def set_up(
@@ -262,7 +287,7 @@ def set_up(
     # 4. resume, then join the ranks' networks -----------------------------------------------------------------------
     if resumed is not None:
         load_run_state(run, resumed)
-    elif env.is_main_process:
+    if env.is_main_process and not (resumed and resumed["run_dir"]):
         write_description(run.run_dir, config_to_dict(config), config_to_dict(hyp), dataclasses.asdict(plan))
         write_report(
             run.run_dir,
@@ -303,46 +328,45 @@ def train_epoch(
     """
     state, schedule, criterion, device = run.state, run.schedule, run.criterion, run.env.device
     parameters = [parameter for parameter in run.raw_model.parameters() if parameter.requires_grad]
-    progress = EpochProgress(state.epoch, schedule.batches_per_epoch, state.batch, clock, run.env, run.waited())
-    run.model.train()
-    while state.batch < schedule.batches_per_epoch:
-        batch = next_batch(run, batches)
-        run.plots.add_train_batch(batch, run.train_index)
-        i = state.epoch * schedule.batches_per_epoch + state.batch
-        schedule.apply(run.optimizer, i)
-        if state.since_step == 0:
-            run.buffers.take()
-        state.since_step += 1
-        step_now = schedule.step_now(i, state.since_step)
+    with EpochProgress(state.epoch, schedule.batches_per_epoch, state.batch, clock, run.env, run.waited()) as progress:
+        run.model.train()
+        while state.batch < schedule.batches_per_epoch:
+            batch = next_batch(run, batches)
+            run.plots.add_train_batch(batch, run.train_index)
+            i = state.epoch * schedule.batches_per_epoch + state.batch
+            schedule.apply(run.optimizer, i)
+            if state.since_step == 0:
+                run.buffers.take()
+            state.since_step += 1
+            step_now = schedule.step_now(i, state.since_step)
 
-        images = network_input(run, batch)
-        matches = criterion.match(batch.targets, len(images), *images.shape[2:])
-        own = torch.cat((criterion.counts(matches).flatten(), votes(run)))
-        shared = start_all_reduce_sum(to_device(own, device), run.env)
-        with accumulating(run.model, step_now):
-            with run.precision.autocast(device.type):
-                outputs = run.model(images)
-            sums = criterion.sums(outputs, [level.to(device) for level in matches])
-            counts, voted = shared().split((sums.numel(), VOTES))
-            items = criterion.items(sums, counts.view_as(sums))
-            beat(Phase.BACKWARD)
-            # Times N because DDP averages over ranks: the gradient is then that of the global batch, whatever N.
-            run.scaler.scale(items.sum() * run.plan.global_batch * run.plan.world_size).backward()
+            images = network_input(run, batch)
+            matches = criterion.match(batch.targets, len(images), *images.shape[2:])
+            own = torch.cat((criterion.counts(matches).flatten(), votes(run)))
+            shared = start_all_reduce_sum(to_device(own, device), run.env)
+            with accumulating(run.model, step_now):
+                with run.precision.autocast(device.type):
+                    outputs = run.model(images)
+                sums = criterion.sums(outputs, [level.to(device) for level in matches])
+                counts, voted = shared().split((sums.numel(), VOTES))
+                items = criterion.items(sums, counts.view_as(sums))
+                beat(Phase.BACKWARD)
+                # Times N because DDP averages over ranks: the gradient is then that of the global batch, whatever N.
+                run.scaler.scale(items.sum() * run.plan.global_batch * run.plan.world_size).backward()
 
-        run.meter.update(items)
-        run.skips.add_batch(state.step, batch.indices.tolist(), items)
-        run.spikes.add(state.step, batch.indices.tolist(), items * run.plan.world_size)
-        if step_now:
-            optimizer_step(run, parameters)
-        step_done()
-        state.batch += 1
-        if progress.advance(run.plan.global_batch):
-            progress.show(run.mean_losses(), schedule.lr(i)[1], images.shape[2], run.waited())
-            look_at_skips(run)
-            run.spikes.read()
-        if step_now:
-            between_windows(run, voted, i)
-    progress.close()
+            run.meter.update(items)
+            run.skips.add_batch(state.step, batch.indices.tolist(), items)
+            run.spikes.add(state.step, batch.indices.tolist(), items * run.plan.world_size)
+            if step_now:
+                optimizer_step(run, parameters)
+            step_done()
+            state.batch += 1
+            if progress.advance(run.plan.global_batch):
+                progress.show(run.mean_losses(), schedule.lr(i)[1], images.shape[2], run.waited())
+                look_at_skips(run)
+                run.spikes.read()
+            if step_now:
+                between_windows(run, voted, i)
     return run.mean_losses()
 
 
@@ -483,7 +507,7 @@ def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, clock: RunC
         impatient = not last and 0 < config.patience <= epoch - state.best_epoch
         if impatient:
             log.info(f"no better {config.metric} for {config.patience} epochs (--patience): stopping early")
-    run.writer.wait()  # for what was written while this epoch was trained
+    once(run.writer.wait, run.env)  # for what was written while this epoch was trained
     tell_written(run)
     event = epoch_end(run, dict(zip(LOSSES, losses, strict=True)), evaluation, better, clock.lap())
     asked = run.callbacks.epoch_end(event)
@@ -491,9 +515,9 @@ def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, clock: RunC
     state.epoch, state.batch = epoch + 1, 0
     run.meter.reset()
     say_skipped(run)
-    run.state = broadcast_object(state, run.env)  # the verdict; nobody waits for the files
+    run.state = broadcast_object(state, run.env)  # the verdict
 
-    if run.env.is_main_process:
+    if run.env.is_main_process:  # nobody waits for these files before the next epoch ends
         run.callbacks.log_epoch(event)  # first: a row too many is cut off on resume, a lost one can't be made again
         final = last or state.stopped
         save_at_end(run, better, final)
@@ -562,18 +586,18 @@ def validate(run: Run, batches: ValLoader) -> val.Evaluation | None:
 
 
 def open_run_dir(config: TrainConfig, resumed: Mapping[str, Any] | None) -> Path:
-    """Return the run's folder, a new one unless a run is resumed; it is this process's own from here on."""
-    if resumed is not None:
-        claim(Path(resumed["run_dir"]))
-        forget_stop(Path(resumed["run_dir"]))
-        begin_life(Path(resumed["run_dir"]), this_life(), resumed["state"]["step"])
-        return Path(resumed["run_dir"])
-    made = create_run_dir(config.project, config.name, config.exist_ok)
-    claim(made)
-    forget_stop(made)
-    begin_life(made, this_life(), 0)
-    prepare_weights_dir(made / "weights")
-    return made
+    """Return the run's folder, a new one unless a run goes on in its own; it is this process's own from here on."""
+    own = Path(resumed["run_dir"]) if resumed is not None and resumed["run_dir"] else None
+    run_dir = own or create_run_dir(config.project, config.name, config.exist_ok)
+    claim(run_dir)
+    if own is None:
+        forget_end(run_dir)
+        prepare_weights_dir(run_dir / "weights")
+    if own is None and resumed is not None:
+        origin, best = (Path(resumed[key]) if resumed[key] else None for key in ("origin", "best"))
+        take_along(origin, Path(resumed["path"]), best, run_dir)
+    begin_life(run_dir, this_life(), 0 if resumed is None else resumed["state"]["step"])
+    return run_dir
 
 
 def open_loaders(run: Run, stack: contextlib.ExitStack) -> tuple[TrainLoader, ValLoader]:
@@ -611,7 +635,7 @@ def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
     """Strip the best weights, measure them, and say where everything is. Collective: every rank must call it."""
     beat(Phase.END)
     log, best, last = get_logger(), run.weights_dir / "best.pt", run.weights_dir / "last.pt"
-    run.writer.wait()
+    once(run.writer.wait, run.env)
     tell_written(run)
     epoch = once(lambda: load_best(run), run.env)
     if epoch is None:  # the warnings say why, and so does the end of `train`
@@ -629,7 +653,7 @@ def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
             f"{format_table(rows)}\n\n"
             f"weights     {best} to use, {last} to resume from\n"
             f"figures     {run.run_dir / 'results.csv'}\n"
-            f"again       {shlex.join(['python', 'val.py', *map(str, again)])}"
+            f"again       {shlex.join(['python', script('val.py'), *map(str, again)])}"
         )
         run.plots.add_evaluation(evaluation.metrics, evaluation.images, run.val_index)
         strip_best(run)
@@ -697,7 +721,7 @@ def begin(
         batch = once(functools.partial(automatic_batch, config, given, env.device, env.world_size), env)
         config = dataclasses.replace(config, batch_size=batch)
     with claims_released(), watched(env, config.stall_warning, config.stall_timeout if may_be_ended else 0):
-        if resumed is not None:
+        if resumed is not None and resumed["run_dir"]:
             once(functools.partial(claim, Path(resumed["run_dir"])), env)  # before anything that takes long
         return train(config, env, resumed, callbacks)
 
@@ -711,7 +735,7 @@ def main(argv: list[str] | None = None) -> int:
     if config and devices:
         more = for_workers(given, config, resumed, devices)
         resumed = None  # workers read their own
-        command = [__file__, *without_flags(TrainConfig, argv, ("device", "batch_size"))]
+        command = [script("train.py"), *without_flags(TrainConfig, argv, ("device", "batch_size"))]
         command += ["--device", device, "--batch-size", str(more["batch_size"])]
         return say(launch(command, devices, max_restarts=config.max_restarts))
     timeout = given.get("dist_timeout", TrainConfig.dist_timeout)

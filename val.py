@@ -61,7 +61,7 @@ from utils.metrics import (
     summarize,
 )
 from utils.plots import Plots
-from utils.run_folder import create_run_dir
+from utils.run_folder import create_run_dir, script
 from utils.samples import DetectionDataset, Unreadable
 from utils.torch_utils import DistEnv, dist_env, gather_objects, once, process_group
 from utils.val_files import (
@@ -418,7 +418,7 @@ def main(argv: list[str] | None = None) -> int:
     devices = worker_devices(config.device, env)
     if devices:
         check_classes(config)
-        return say(launch([__file__, *argv], devices))
+        return say(launch([script("val.py"), *argv], devices))
     with process_group(config.device, env, config.dist_timeout) as env:
         for sentence in repeated_flags(ValConfig, argv):
             get_logger().info(sentence)

@@ -91,6 +91,14 @@ def flags(data: Path, project: Path, *more: str) -> list[str]:
     return shlex.split(own + "--batch 4 --epochs 3 --workers 0 --noplots " + " ".join(more))
 
 
+def back_to(run_dir: Path, epoch: int) -> Path:
+    """Make a run with ``--save-period 1`` as if it had been stopped after an epoch, 1-based; returns its folder."""
+    weights = run_dir / "weights"
+    (weights / f"epoch{epoch}.pt").replace(weights / "last.pt")
+    (weights / "last.prev.pt").unlink(missing_ok=True)
+    return run_dir
+
+
 def results(run_dir: Path) -> pd.DataFrame:
     """Read results.csv."""
     return pd.read_csv(run_dir / "results.csv")

@@ -19,7 +19,7 @@ import train
 from tests.callback_runs import Recorder, Watcher, draw_squares, flags, train_with
 from tests.common import PROJECT
 from tests.dist.launch import free_port, torchrun
-from tests.runs import CHILD_ENVIRONMENT, results
+from tests.runs import CHILD_ENVIRONMENT, back_to, results
 from utils.callbacks import (
     STOP,
     Callback,
@@ -160,7 +160,7 @@ def test_loggers_are_told_after_the_verdict(told: Told) -> None:
 def test_a_resumed_run_says_so(told: Told, tmp_path: Path) -> None:
     recorder = Recorder()
     run_dir = shutil.copytree(told.results.run_dir, tmp_path / "copy")
-    train_with([recorder], "--resume", run_dir / "weights/epoch2.pt")
+    train_with([recorder], "--resume", back_to(run_dir, 2))
     assert recorder.events[0].resumed_epoch == 3
     assert [event.epoch for event in recorder.epochs()] == [3, 4, 5]
     again = [dataclasses.replace(event, seconds=0) for event in recorder.epochs()]

@@ -30,7 +30,7 @@ from utils.dataset import build_index
 from utils.errors import NotWrittenError, UserError, ended_by
 from utils.loggers import TENSORBOARD_FILES, loggers_from_names
 from utils.plots import Plots
-from utils.run_folder import claim, release
+from utils.run_folder import claim, is_finished, release
 from utils.torch_utils import DistEnv, save_checkpoint
 
 EPOCHS = 8
@@ -219,6 +219,31 @@ def test_disk_that_stays_full(data: Path, whole: Whole, tmp_path: Path, capsys: 
         assert_same_run(whole, run_dir)
 
 
+def test_stopped_on_a_full_disk(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 143 would say that it was saved; what there is goes on, and the end says so (ultralytics/yolov3#1817)."""
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        run_dir = disk / "runs/run"
+        stop = Disk({3: [lambda: fill(disk), lambda: os.kill(os.getpid(), signal.SIGTERM)]})
+        with pytest.raises(
+            NotWrittenError, match=r"^stopped by SIGTERM, but the state of .*run was not written; "
+        ) as info:
+            train_with([stop], *flags(data, disk / "runs"))
+        assert str(info.value).splitlines()[1:] == [f"go on with: python {PROJECT / 'train.py'} --resume {run_dir}"]
+        assert ended_by(info.value) == 1
+        assert not (run_dir / "RESUME").exists()
+        assert epochs_of(run_dir / "weights")["last.pt"] == 2
+
+
+def test_files_that_are_missing_in_the_end(data: Path, tmp_path: Path) -> None:
+    """Status 0 says that all is there; a checkpoint of an epoch that is not is named."""
+    with small_disk(tmp_path / "disk", "16m") as disk:
+        told = Disk({2: [lambda: fill(disk)], 3: [lambda: (disk / "filler").unlink()]})
+        with pytest.raises(NotWrittenError, match=r"run is finished, but without epoch2\.pt; ") as info:
+            train_with([told], *flags(data, disk / "runs", "--epochs", 3, "--save-period", 1))
+        assert ended_by(info.value) == 1
+        assert is_finished(disk / "runs/run")
+
+
 def test_a_disk_that_never_takes_a_checkpoint(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A limit on the size of files (EFBIG); what is smaller is written, and nothing half is left."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -306,6 +331,7 @@ def test_several_ranks_and_a_disk_that_takes_nothing(data: Path, tmp_path: Path)
     )
     assert done.returncode == 1
     assert done.stderr.count(f"error: the last checkpoint of {tmp_path}/run was not written") == 1
+    assert "lost rank" not in done.stderr and "lost another rank" not in done.stderr, "the other rank hears of it"
     assert done.stdout.count("last.pt was not written: [Errno 27] File too large: ") == 2
     assert os.listdir(tmp_path / "run/weights") == []
     assert results(tmp_path / "run")["epoch"].tolist() == [1, 2]

@@ -58,7 +58,7 @@ def test_while_a_loader_starts(fork: int, tmp_path: Path) -> None:
     """
     line = flags(make_data(tmp_path / "data"), tmp_path / "runs", "--workers 1 --epochs 2")
     done = interrupted(fork, TRAIN, *line, cwd=tmp_path)
-    going_on = [f"go on with: python train.py --resume {tmp_path / 'runs/run'}"] * (fork == 2)
+    going_on = [f"go on with: python {PROJECT / 'train.py'} --resume {tmp_path / 'runs/run'}"] * (fork == 2)
     said = done.stderr.splitlines()
     assert done.returncode == {1: 130, 2: 143}[fork]
     assert said[said.index("stopped by Ctrl-C") :] == ["stopped by Ctrl-C", *going_on]
@@ -69,7 +69,10 @@ def test_while_a_loader_starts(fork: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_stopped_run_says_how_to_go_on(epochs: int, tmp_path: Path) -> None:
-    """In the second epoch, when something is saved; not in the last validation, when nothing is left to train."""
+    """In the second epoch, when something is saved, and in the last validation, whose run is not at its end either.
+
+    A file tells it to schedulers, as for runs that were stopped well.
+    """
     code = """
         import signal, sys
         import train
@@ -96,7 +99,9 @@ def test_a_stopped_run_says_how_to_go_on(epochs: int, tmp_path: Path) -> None:
     )
     assert done.returncode == 130, done
     said = done.stderr.splitlines()[done.stderr.splitlines().index("stopped by Ctrl-C") :]
-    assert said[1:] == [f"go on with: python train.py --resume '{tmp_path}/my runs/run'"] * (epochs - 1)
+    command = f"python train.py --resume '{tmp_path}/my runs/run'"  # in the folder of the script
+    assert said[1:] == [f"go on with: {command}"]
+    assert (tmp_path / "my runs/run/RESUME").read_text() == f"{command}\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")

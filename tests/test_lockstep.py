@@ -205,6 +205,8 @@ def test_script_without_guard(data: Path, tmp_path: Path) -> None:
             second = model.train(data=data, epochs=2, device=["cpu", "cpu"], hyp=pathlib.Path("fast.yaml"), CALL)
         assert state() == before, "a run in workers"
         print("said", "ranks       2 on this machine" in said.getvalue(), "349 tensors taken" in said.getvalue())
+        flags = pathlib.Path(second.run_dir, "opt.yaml").read_text()
+        assert f"\\nweights: {first.best}\\n" in flags, "its own file, not that of the job"
         got = boxes(model)
         assert len(got) and not np.array_equal(got, own), "it has learned something"
         assert np.array_equal(got, boxes(YOLO(second.best)))
@@ -446,7 +448,7 @@ ENDED = """
 @pytest.mark.parametrize(
     ("whom", "name", "status", "last"),
     [
-        pytest.param("script", "SIGINT", -signal.SIGINT, "KeyboardInterrupt", marks=SLOW),
+        pytest.param("script", "SIGINT", -signal.SIGINT, r"\.Stopped: go on with: python \S+ --resume \S+", marks=SLOW),
         pytest.param("script", "SIGTERM", -signal.SIGTERM, "", marks=SLOW),
         pytest.param("script", "SIGKILL", -signal.SIGKILL, "", marks=SLOW),
         # Workers that come to the end of their step before they are ended save, and say how to go on.

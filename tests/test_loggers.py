@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.callback_runs import draw_squares, flags, train_with
 from tests.common import PROJECT
-from tests.runs import CHILD_ENVIRONMENT, kill_in_third_epoch, launch, results, sees_images
+from tests.runs import CHILD_ENVIRONMENT, back_to, kill_in_third_epoch, launch, results, sees_images
 from utils.callbacks import EpochEnd, Figures, TrainEnd, TrainStart
 from utils.config import LOGGERS
 from utils.errors import Stopped, UserError
@@ -177,9 +177,9 @@ def test_stopped_in_the_middle_of_epochs_gives_the_same_rows(data: Path, tmp_pat
 
 
 def test_resumed_from_an_earlier_epoch(whole: Path, tmp_path: Path) -> None:
-    """The epochs that are done again are there once."""
-    run_dir = shutil.copytree(whole, tmp_path / "copy")
-    train_with([], "--resume", run_dir / "weights/epoch2.pt")
+    """The epochs that are done again are there once, in the new folder that the run goes on in."""
+    run_dir = train_with([], "--resume", whole / "weights/epoch2.pt", "--project", tmp_path).run_dir
+    assert run_dir == tmp_path / "run"
     assert without_seconds(read_jsonl(run_dir)[1]) == without_seconds(read_jsonl(whole)[1])
     if HAVE_TENSORBOARD:
         assert read_scalars(run_dir) == read_scalars(whole)
@@ -187,7 +187,7 @@ def test_resumed_from_an_earlier_epoch(whole: Path, tmp_path: Path) -> None:
 
 def test_a_logger_can_join_a_resumed_run(data: Path, tmp_path: Path) -> None:
     train_with([], *flags(data, tmp_path, "--noplots", "--save-period", 1, "--epochs", 2))
-    train_with([], "--resume", tmp_path / "run/weights/epoch1.pt", "--loggers", "jsonl")
+    train_with([], "--resume", back_to(tmp_path / "run", 1), "--loggers", "jsonl")
     first, rows = read_jsonl(tmp_path / "run")
     assert (first["flags"]["loggers"], [row["epoch"] for row in rows]) == (["jsonl"], [2])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.common import PROJECT
 from utils.errors import UserError
 from utils.run_folder import (
     create_run_dir,
@@ -23,6 +24,7 @@ from utils.run_folder import (
 def make_run(run_dir: Path, seconds: int, names: tuple[str, ...] = ("last.pt",)) -> Path:
     """A run folder whose checkpoints were written at a time."""
     (run_dir / "weights").mkdir(parents=True)
+    (run_dir / "opt.yaml").write_text("")
     for name in names:
         path = run_dir / "weights" / name
         path.write_bytes(b"")
@@ -142,5 +144,5 @@ def test_a_run_that_has_saved_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^--resume {run}: nothing was saved there yet; start the run again$"):
         find_resumable(str(run), "runs")
     (run / "weights/last.prev.pt").touch()
-    assert how_to_go_on(run) == [f"go on with: python train.py --resume '{run}'"]
+    assert how_to_go_on(run) == [f"go on with: python {PROJECT / 'train.py'} --resume '{run}'"]
     assert find_resumable(str(run), "runs") == [(run, run / "weights" / "last.pt")]

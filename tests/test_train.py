@@ -202,7 +202,7 @@ def test_final_table_and_the_command_that_makes_it_again(whole: Finished, tmp_pa
     best_row = results(whole.run_dir).iloc[whole.last["state"]["best_epoch"]]
     np.testing.assert_allclose([float(word) for word in shown[-1][0].split()[3:]], best_row[FIGURES], atol=6e-4)
 
-    again = re.search(r"^again +(python val\.py .*)$", whole.stdout, re.M)
+    again = re.search(r"^again +(python \S+val\.py .*)$", whole.stdout, re.M)
     assert again is not None, whole.stdout
     _, script, *arguments = shlex.split(again[1])
     done = launch(*arguments, cwd=tmp_path, script=script)
@@ -274,11 +274,12 @@ def test_beyond_the_end(whole: Finished, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_resume_from_one_of_many_checkpoints(whole: Finished, tmp_path: Path) -> None:
-    """From exactly the file that was named, whatever else the run did after it."""
-    run_dir = shutil.copytree(whole.run_dir, tmp_path / "copy")
-    train_here("--resume", run_dir / "weights" / "epoch1.pt")
-    assert_same_run(whole, run_dir)
-    assert load_checkpoint(run_dir / "weights/last.prev.pt")["state"]["epoch"] == 2
+    """From exactly the file that was named, in a folder of its own: what the run did after it stays."""
+    before = {path: path.read_bytes() for path in whole.run_dir.rglob("*") if path.is_file()}
+    train_here("--resume", whole.weights / "epoch1.pt", "--project", tmp_path)
+    assert_same_run(whole, tmp_path / "run")
+    assert load_checkpoint(tmp_path / "run/weights/last.prev.pt")["state"]["epoch"] == 2
+    assert {path: path.read_bytes() for path in whole.run_dir.rglob("*") if path.is_file()} == before
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
@@ -370,6 +371,7 @@ def test_resume_keeps_its_settings(stopped: Path, data: Path) -> None:
     assert "leave them out" in message
     assert "--data" not in message
     assert "can't change --batch-size 2 (the run has 4); " in mistake("--resume", stopped, "--batch", 2)
+    assert "can't change --name other (the run has run); " in mistake("--resume", stopped, "--name", "other")
 
 
 def test_resume_on_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,9 +167,12 @@ class Callback:
     Attributes:
         may_stop: True: the end of an epoch is told before it is decided whether the run goes on, and all ranks wait for
             the answer. False, for loggers: after that, while the others train, and results.csv has the epoch.
+        not_written: a file that lacks figures as the disk did not take them, "" if none does; a run that ends so has
+            failed.
     """
 
     may_stop: ClassVar[bool] = True
+    not_written: str = ""
 
     def on_train_start(self, event: TrainStart) -> None:
         """Everything is ready for the first batch."""
@@ -247,6 +250,10 @@ class Callbacks:
         if asking:
             get_logger().info(f"{' and '.join(asking)} asked to stop after epoch {event.epoch} of {event.epochs}")
         return bool(asking)
+
+    def not_written(self) -> list[str]:
+        """Return the files that lack figures of the run."""
+        return [callback.not_written for callback in self.members if callback.not_written]
 
     def log_epoch(self, event: EpochEnd) -> None:
         """Tell the others of the epoch, while no rank waits."""

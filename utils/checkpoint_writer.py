@@ -45,6 +45,7 @@ class CheckpointWriter:
 
     Attributes:
         failed: whether the last write came to nothing: the disk did not take it, or weights were not finite.
+        left_out: names of files that were due with a write that came to nothing, and are not made up for.
 
     Args:
         check: called when a file is whole and about to take its place; what it raises keeps it from that, and comes
@@ -53,6 +54,7 @@ class CheckpointWriter:
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         self.failed, self._check = False, check
+        self.left_out: list[str] = []
         self._owed: tuple[dict[str, Any], Outcome] | None = None  # best weights that the disk did not take, as best.pt
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint writer")  # to start one for each write takes longer
         self._writing: futures.Future[None] | None = None
@@ -82,6 +84,8 @@ class CheckpointWriter:
             if finite:
                 write_checkpoint(state, goal.path, goal.also, keep_previous=True, check=self._check)
                 self.failed = False
+            else:
+                self._leave_out(goal, best)
             self._outcomes.append(replace(goal, written=finite))
         except NotWrittenError as error:
             get_logger().warning(str(error))  # the run may end before it asks
@@ -91,10 +95,16 @@ class CheckpointWriter:
                 self._owed = (state, replace(goal, path=best, also=()))
             elif not finite:
                 self._outcomes.append(replace(goal, written=False))
+            left_out = self._leave_out(goal, best)
             get_logger().warning(
                 f"{goal.path} was not written: {error}; the one before it stays, training goes on, and the next save "
-                f"tries again{''.join(f'; {path.name} is left out' for path in goal.also if path != best)}"
+                f"tries again{''.join(f'; {name} is left out' for name in left_out)}"
             )
+
+    def _leave_out(self, goal: Outcome, best: Path) -> list[str]:
+        names = [path.name for path in goal.also if path != best]
+        self.left_out += names
+        return names
 
     def _is_finite(self, state: dict[str, Any], goal: Outcome) -> bool:
         try:
@@ -127,7 +137,11 @@ class CheckpointWriter:
         """Wait until nothing is being written, then for work that writes something else; raises what that raises."""
         self.wait()
         self._writing = self._thread.submit(work)
-        self.wait()
+        try:
+            self.wait()
+        except OSError:
+            self.failed = True
+            raise
 
     def outcomes(self) -> list[Outcome]:
         """Return how the writes ended that ended since the last call; does not wait."""

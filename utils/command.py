@@ -16,9 +16,9 @@ from utils.data_parallel import replica_devices
 from utils.errors import RESUMABLE, Stopped, UserError
 from utils.launch import last_words, worker_devices
 from utils.logging import get_logger
-from utils.restarts import this_life
+from utils.restarts import this_life, was_stopped
 from utils.resume import RESUMABLE_FLAGS, check_ranks, resume
-from utils.run_folder import has_checkpoint, how_to_go_on, was_stopped
+from utils.run_folder import has_checkpoint, how_to_go_on
 from utils.torch_utils import ALONE, DistEnv, once, split_global_batch
 
 

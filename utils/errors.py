@@ -83,13 +83,18 @@ class Problems:
         if message not in self.messages:
             self.messages.append(message)
 
-    def attempt(self, action: Callable[[], T]) -> T | None:
-        """Return what an action gives, or remember its UserError and return None."""
+    def attempt(self, action: Callable[[], T], way_out: str = "") -> T | None:
+        """Return what an action gives, or remember its UserError and return None.
+
+        Args:
+            action: what may be mistaken.
+            way_out: stands behind each of its messages.
+        """
         try:
             return action()
         except UserError as error:
             for message in error.messages:
-                self.add(message)
+                self.add(message + way_out)
             return None
 
     def raise_if_any(self, where: str = "") -> None:
@@ -206,7 +211,8 @@ def ended_by(stop: BaseException) -> int:
         raise stop
     by, status = (stop.by, stop.status) if isinstance(stop, Stopped) else ("Ctrl-C", 130)
     if first_of_machine():
-        print(f"stopped by {by}", *stop.args, sep="\n", file=sys.stderr)
+        behind = "\n" if sys.stderr.isatty() else ""  # ^C, or a progress bar that was left open
+        print(f"{behind}stopped by {by}", *stop.args, sep="\n", file=sys.stderr)
     return status
 
 

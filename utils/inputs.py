@@ -34,7 +34,7 @@ from utils.jobs import shown_weights
 from utils.loggers import loggers_from_names
 from utils.logging import get_logger
 from utils.order import max_imgsz
-from utils.preflight import check_disk, check_open_files, check_run_folder
+from utils.preflight import check_disk, check_open_files, check_resumed_folder, check_run_folder
 from utils.steps import Precision, choose_precision
 from utils.torch_utils import (
     ALONE,
@@ -82,20 +82,24 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
     problems = Problems()
     plan = problems.attempt(lambda: split_global_batch(config.batch_size, env.world_size, config.nbs))
     precision = problems.attempt(lambda: same_precision(config.amp, env))
-    folder = Path(resumed["run_dir"]) if resumed else Path(config.project, config.name)
+    own = Path(resumed["run_dir"]) if resumed and resumed["run_dir"] else None  # which a run goes on in
+    folder = own or Path(config.project, config.name)
     if env.is_main_process:
-        problems.attempt(lambda: check_run_folder(folder, config.exist_ok or resumed is not None))
+        problems.attempt(lambda: check_resumed_folder(own) if own else check_run_folder(folder, config.exist_ok))
     loggers = problems.attempt(lambda: loggers_from_names(config.loggers)) if env.is_main_process else []
     recipe = problems.attempt(lambda: recipe_of(config, resumed))
     hyp = recipe.hyp if recipe else None
     allowed = config.allow_download_script and resumed is None  # a checkpoint, which says what was, allows nothing
-    data = problems.attempt(lambda: load_data(config.data, config.single_cls, allowed))
+    way_out = MOVED if resumed else ""
+    data = problems.attempt(lambda: load_data(config.data, config.single_cls, allowed), way_out)
     if resumed and data is not None and data.names != resumed["names"]:
         problems.add(f"--resume: the class names in {data.path} are no longer those of the run")
     findings: list[Problem] = []
     raw_model = read_network(config, env, hyp, data, resumed, problems, findings)
     known = data if plan is not None else None  # a batch that can't be shared out is not worth reading labels for
-    indexes = read_labels(known, ("train", "val"), config.strict, env, problems)
+    indexes = read_labels(known, ("train", "val"), config.strict, env, problems, way_out)
+    if resumed and config.data != resumed["config"]["data"]:
+        problems.attempt(lambda: check_moved_data(config.data, indexes, resumed["data"]))
     beat(Phase.SET_UP)
     share_problems(problems, env)
     check_same_data(indexes, env)
@@ -122,7 +126,7 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
         findings,
         taken or 0,
     )
-    check_machine(config, raw_model, plan, env, folder, problems)
+    check_machine(config, raw_model, plan, env, folder, config.exist_ok or own is not None, problems)
     share_problems(problems, env)
     doubts = [*doubts_about_depth(indexes, env), *doubts_about_splits(indexes["train"], indexes["val"], env)]
     for doubt in [*data.doubts, *recipe.doubts, *findings, *doubts]:
@@ -172,6 +176,7 @@ def doubts_about_depth(indexes: Mapping[str, LabelIndex], env: DistEnv) -> list[
     return [f"{split}: {doubt}" for split, index in indexes.items() for doubt in depth_doubts(index.path, len(index))]
 
 
+MOVED = "; if the data set of the run has moved, name its YAML in the new place with --data"
 LONGEST = 100  # letters of two values in a message
 # These may be a machine's own. Of files their content has to be the same; weights are read by rank 0 for all.
 MACHINE_FLAGS = {"weights", "data", "cfg", "hyp", "device", "workers", "cache", "project", "name", "dist_timeout"}
@@ -276,7 +281,12 @@ def _spec(
 
 
 def read_labels(
-    data: DataConfig | None, splits: Sequence[str], strict: bool, env: DistEnv, problems: Problems
+    data: DataConfig | None,
+    splits: Sequence[str],
+    strict: bool,
+    env: DistEnv,
+    problems: Problems,
+    way_out: str = "",
 ) -> dict[str, LabelIndex]:
     """Open splits; {} where something is wrong with them. Nothing is drawn or fetched after other mistakes.
 
@@ -290,14 +300,61 @@ def read_labels(
         return {}
     for message in problems.messages if env.is_main_process else ():
         get_logger().warning(f"found before the labels are looked at: {message}")
-    return problems.attempt(lambda: open_splits(data, splits, env, strict=strict)) or {}
+    return problems.attempt(lambda: open_splits(data, splits, env, strict=strict), way_out) or {}
+
+
+def data_facts(indexes: Mapping[str, LabelIndex]) -> dict[str, dict[str, Any]]:
+    """Return what identifies the data of a run; other data would change the schedule and the order of the images.
+
+    The digest is of these very files, that of the labels is the same wherever the data set is.
+    """
+    return {
+        split: {
+            "images": len(index),
+            "instances": index.num_instances,
+            "labels": index.labels_digest(),
+            "digest": index.images_digest,
+        }
+        for split, index in indexes.items()
+    }
+
+
+def check_moved_data(named: str, indexes: Mapping[str, LabelIndex], own: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check that a run may go on with the data set in another place: with the same labels, whatever else is new.
+
+    Args:
+        named: by --data.
+        indexes: of that; {} if something is wrong with it.
+        own: what `data_facts` said of the run's. Older runs lack the digest of the labels.
+
+    Raises:
+        UserError: says what differs.
+    """
+    differing = []
+    for split, facts in data_facts(indexes).items():
+        before = own[split]
+        changed = [what for what in ("images", "instances") if facts[what] != before[what]]
+        differing += [f"{facts[what]} {what} in {split} (the run has {before[what]})" for what in changed]
+        if not changed and before.get("labels", facts["labels"]) != facts["labels"]:
+            differing.append(f"other names, sizes or labels in {split}")
+    if differing:
+        raise UserError(
+            f"--resume: --data {named} is not the data set of the run: {', '.join(differing)}; name a copy of that, or "
+            "start a new run with --weights"
+        )
 
 
 def check_machine(
-    config: TrainConfig, raw_model: DetectionModel, plan: BatchPlan, env: DistEnv, run_dir: Path, problems: Problems
+    config: TrainConfig,
+    raw_model: DetectionModel,
+    plan: BatchPlan,
+    env: DistEnv,
+    run_dir: Path,
+    replaces: bool,
+    problems: Problems,
 ) -> None:
-    """Check disk, compiler and loader processes for a run whose other inputs are right."""
-    replaced = (run_dir / "weights").glob("*.pt") if config.exist_ok or config.resume else ()
+    """Check disk, compiler and loader processes for a run whose other inputs are right; it may replace checkpoints."""
+    replaced = (run_dir / "weights").glob("*.pt") if replaces else ()
     there = sum(path.stat().st_size for path in replaced)
     if env.is_main_process:
         problems.attempt(lambda: check_disk(run_dir, checkpoints_bytes(raw_model, config) - there))

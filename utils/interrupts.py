@@ -12,6 +12,7 @@ from types import FrameType
 from utils.errors import Stopped
 
 CTRL_C = "Ctrl-C"
+OURS = "LOCKSTEP_LAUNCHER"  # in the environment of a worker of our own launcher: that process
 STARTED = "LOCKSTEP_STARTED"  # in a script's environment: when it or its launcher began, on the monotonic clock
 SAME_MOMENT = 2.0  # seconds in which SIGTERM comes twice where a scheduler and the launcher send it
 IN_C = 15.0  # seconds after SIGTERM in which a handler must have run, where a rank may wait in C for good

@@ -23,6 +23,7 @@ from utils.errors import UserError
 DIGEST = "LOCKSTEP_JOB_SHA256"  # in the environment of those who may read the job
 JOB, OUTCOME, MISTAKE = "job.pickle", "outcome.json", "mistake.json"
 FOLDER = "lockstep-job-"  # how its name begins
+WEIGHTS = "weights.txt"  # the file that the weights of a call are from
 MAIN = "__mp_main__"  # the name that a script goes by where it is imported by another process
 GUARD = """put it behind a guard
 
@@ -56,8 +57,14 @@ class Job:
 
 
 def shown_weights(path: str) -> str:
-    """Return what messages call weights: those that travel in the folder of a call by their name alone."""
-    return Path(path).name if Path(path).parent.name.startswith(FOLDER) else path
+    """Return what messages and files call weights: those that travel in the folder of a call as their own file."""
+    name = Path(path).parent / WEIGHTS
+    return name.read_text() if name.parent.name.startswith(FOLDER) and name.exists() else path
+
+
+def name_weights(folder: Path, own: str) -> None:
+    """Note, in the folder of a call, which file the weights are from that travel in it."""
+    (folder / WEIGHTS).write_text(own)
 
 
 @contextlib.contextmanager

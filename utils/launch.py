@@ -30,19 +30,28 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from utils.devices import parse_device
-from utils.errors import ENDS, NO_PROGRESS, RESUMABLE, USER_ERROR, LostPeerError, Stopped, ended_by, leave
+from utils.errors import (
+    ENDS,
+    NO_PROGRESS,
+    RESUMABLE,
+    USER_ERROR,
+    LostPeerError,
+    NotWrittenError,
+    Stopped,
+    ended_by,
+    leave,
+)
 from utils.heartbeat import STALLED
-from utils.interrupts import BEGAN, STARTED
-from utils.run_folder import how_to_go_on
+from utils.interrupts import BEGAN, OURS, STARTED
+from utils.run_folder import how_to_go_on, write_resume_file
 from utils.torch_utils import LOST, TIMED_OUT, DistEnv
 
-OURS = "LOCKSTEP_LAUNCHER"  # in a worker's environment: the process that started it
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")  # others kill the launcher, not its workers
 GRACE = 60  # seconds that workers get to save and leave when they are told to stop, before they are killed
 LOST_PEER = (*LOST, "NCCL error")
 SAME_MOMENT = 0.5  # seconds in which ranks that meet the same error meet it
 LOGS = "lockstep-launch-"
-STOPPED = "stopped"  # left beside a worker's error file when it stopped as it was asked to
+STOPPED = "stopped"  # left beside a worker's error file when it stopped as it was asked to: the status it ends with
 RUN = "run"  # beside it as well: the folder of the worker's run, so that the launcher can tell how to go on
 PR_SET_PDEATHSIG = 1
 
@@ -120,10 +129,16 @@ def launch(
             return replace(failure, text=f"rank {failure.rank} was told to stop; all other ranks were ended")
         return replace(failure, text="\n".join([failure.text, *_how_to_go_on(logs)])) if failure.text else failure
     except SignalException as error:
-        if any(logs.rglob(STOPPED)):  # its worker has said how to go on
+        statuses = {int(path.read_text()) for path in logs.rglob(STOPPED)}
+        if statuses == {RESUMABLE}:  # its worker has said how to go on
             return Failure(RESUMABLE, None, "")
+        if statuses:  # the error is said
+            return Failure(min(statuses), None, "\n".join(_how_to_go_on(logs)))
+        for run_dir in _run_dirs(logs):
+            write_resume_file(run_dir)
         name = signal.Signals(error.sigval).name
-        return Failure(128 + error.sigval, None, f"stopped by {name}; so were the {len(devices)} workers")
+        said = f"stopped by {name}; so were the {len(devices)} workers"
+        return Failure(128 + error.sigval, None, "\n".join([said, *_how_to_go_on(logs)]))
     finally:
         if folder is None:
             shutil.rmtree(logs, ignore_errors=True)
@@ -183,8 +198,13 @@ def _note(logs: Path) -> str:
 
 def _how_to_go_on(logs: Path) -> list[str]:
     """Return the line that tells how to go on with the workers' run, none where nothing was saved."""
+    return [line for run_dir in _run_dirs(logs) for line in how_to_go_on(run_dir)]
+
+
+def _run_dirs(logs: Path) -> list[Path]:
+    """Return the folder of the workers' run, [] where there is none or nothing of it is left to do."""
     newest = max(logs.rglob(RUN), key=lambda path: path.stat().st_mtime, default=None)
-    return how_to_go_on(Path(os.fsdecode(newest.read_bytes()))) if newest else []
+    return [Path(os.fsdecode(newest.read_bytes()))] if newest else []
 
 
 def _last_life(logs: Path) -> Path:
@@ -287,9 +307,11 @@ def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
         except ENDS as stop:
             if isinstance(stop, Stopped) and not stop.args and OURS in os.environ:
                 return stop.status  # the launcher tells why it ended its workers
-            if isinstance(stop, Stopped) and stop.args and "TORCHELASTIC_ERROR_FILE" in os.environ:  # it can go on
-                Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STOPPED).touch()
-            return ended_by(stop)
+            status = ended_by(stop)
+            can_go_on = isinstance(stop, Stopped) and stop.args
+            if "TORCHELASTIC_ERROR_FILE" in os.environ and (can_go_on or isinstance(stop, NotWrittenError)):
+                Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STOPPED).write_text(str(status))
+            return status
 
     recorded: Callable[[], int | None] = record(ended)
 

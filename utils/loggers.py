@@ -71,7 +71,9 @@ class FileLogger(Callback):
     def _or_warn(self, what: str) -> Iterator[None]:
         try:
             yield
+            self.not_written = ""  # with this epoch came what was due from others
         except OSError as error:
+            self.not_written = what
             if not self._said:
                 get_logger().warning(f"{what} can't be written ({error}); training goes on")
             self._said = True

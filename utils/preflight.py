@@ -48,12 +48,32 @@ def check_run_folder(run_dir: Path, exist_ok: bool) -> None:
     if exist_ok and run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"--project / --name: {run_dir} is a file, not a folder; choose another name")
     there = _nearest_existing(run_dir if exist_ok else run_dir.parent)
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    if not there.is_dir() or not _may_write(there):
         why = "can't be written to" if there.is_dir() else "is a file"
         raise UserError(
             f"--project {run_dir.parent}: the run folder {run_dir} can't be made, for {there} {why}; choose a folder "
             "you can write to"
         )
+    if exist_ok and not _may_write(run_dir / "weights"):
+        raise UserError(f"--project / --name: {run_dir / 'weights'} can't be written to; choose another name")
+
+
+def check_resumed_folder(run_dir: Path) -> None:
+    """Check that a run that goes on can write to its folder.
+
+    Raises:
+        UserError: it can't.
+    """
+    for folder in (run_dir, run_dir / "weights"):
+        if not _may_write(folder):
+            raise UserError(
+                f"--resume {run_dir}: {folder} can't be written to; go on in a new folder, under one that you can "
+                "write to, with --project FOLDER"
+            )
+
+
+def _may_write(folder: Path) -> bool:
+    return not folder.exists() or os.access(folder, os.W_OK | os.X_OK)
 
 
 def check_disk(run_dir: Path, needed: int) -> None:

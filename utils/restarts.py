@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import DivergedError
+from utils.run_folder import RESUME
 
 RECORD = ".launch.json"
 NO_ID = "none"  # torchrun's run id where nobody gave one
@@ -108,6 +109,14 @@ def begin_life(run_dir: Path, life: Life, step: int) -> None:
             f"{run_dir}: {PATIENCE} restarts did not get beyond optimizer step {step}; it would fail again. The errors "
             "above say why"
         )
+
+
+def was_stopped(run_dir: Path) -> bool:
+    """Whether the life before was asked to stop: it left the file RESUME, which is newer than its beginning."""
+    try:
+        return (run_dir / RESUME).stat().st_mtime_ns >= (run_dir / RECORD).stat().st_mtime_ns
+    except OSError:
+        return False
 
 
 def _read(run_dir: Path) -> Record | None:

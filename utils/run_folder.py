@@ -1,4 +1,4 @@
-"""Run folders: where one is made, what describes it, and how it is found again."""
+"""Run folders: where one is made, what describes it, and how it is found again and gone on with."""
 
 import contextlib
 import errno
@@ -7,7 +7,9 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -20,10 +22,15 @@ except ImportError:  # Windows
 
 from utils.config import ROOT, dump_yaml
 from utils.errors import NotWrittenError, UserError
+from utils.interrupts import OURS
+from utils.torch_utils import dist_env
 
 RESUME = "RESUME"  # left by a run that was stopped and can go on
 LOCK = ".lock"
 DESCRIPTION = "opt.yaml"  # every flag; a run writes it as it starts
+FACTS = "environment.json"  # the rest of what describes a run
+FINISHED = "finished"  # among the facts, of a run of which nothing is left to do: when it ended
+TAKEN_ALONG = ("results.*", "events.out.tfevents.*", "*.jpg", "*.png")  # by a run that goes on in another folder
 REPORTED_PACKAGES = ("torch", "torchvision", "numpy", "opencv-python", "opencv-python-headless", "pandas", "matplotlib")
 
 
@@ -75,7 +82,33 @@ def write_description(
     write_yaml(run_dir / DESCRIPTION, config)
     write_yaml(run_dir / "hyp.yaml", hyp)
     facts = {"command": command(), "versions": versions(), "platform": platform.platform(), "plan": dict(plan)}
-    (run_dir / "environment.json").write_text(json.dumps(facts, indent=2) + "\n")
+    (run_dir / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def say_finished(run_dir: Path) -> None:
+    """Note in the description of a run that nothing of it is left to do: a bare ``--resume`` passes over it."""
+    _note_end(run_dir, {FINISHED: time.strftime("%Y-%m-%d %H:%M:%S")})
+
+
+def is_finished(run_dir: Path) -> bool:
+    """Whether the description of a run says that it is finished; older ones never do."""
+    return FINISHED in _facts(run_dir)
+
+
+def _facts(run_dir: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads((run_dir / FACTS).read_text())
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _note_end(run_dir: Path, end: Mapping[str, str]) -> None:
+    facts = {key: value for key, value in _facts(run_dir).items() if key != FINISHED} | end
+    beside = run_dir / f"{FACTS}.tmp"
+    with contextlib.suppress(OSError):  # of a full disk: --resume reads the checkpoint then
+        beside.write_text(json.dumps(facts, indent=2) + "\n")
+        beside.replace(run_dir / FACTS)
 
 
 def write_yaml(path: Path, values: Mapping[str, Any]) -> None:
@@ -130,15 +163,16 @@ def prepare_weights_dir(weights_dir: Path) -> None:
         raise UserError(f"--name: {path} {what} ({error.strerror}); write elsewhere with another --name") from error
 
 
-def find_resumable(resume: str, project: str) -> list[tuple[Path, Path]]:
+def find_resumable(resume: str, project: str) -> list[tuple[Path | None, Path]]:
     """Find the runs that ``--resume`` may mean.
 
     Args:
-        resume: a run folder, a checkpoint file in its ``weights``, or "" for the newest run.
+        resume: a run folder, a checkpoint file, or "" for the newest run.
         project: where runs are kept, searched for the newest.
 
     Returns:
-        Run folder and checkpoint: the one that was named, or all, newest first.
+        Run folder and checkpoint: the one that was named, or all, newest first. The folder is None for a file that
+        lies in no run's ``weights``.
 
     Raises:
         UserError: there is none.
@@ -146,7 +180,8 @@ def find_resumable(resume: str, project: str) -> list[tuple[Path, Path]]:
     if resume:
         path = Path(resume).absolute()
         if os.path.isfile(path):
-            return [(path.parent.parent, path)]
+            run_dir = path.parent.parent
+            return [(run_dir if path.parent.name == "weights" and (run_dir / DESCRIPTION).exists() else None, path)]
         if not _checkpoints(path):
             if os.path.isfile(path / DESCRIPTION):
                 raise UserError(f"--resume {resume}: nothing was saved there yet; start the run again")
@@ -168,8 +203,23 @@ def how_to_go_on(run_dir: Path) -> list[str]:
 
 
 def resume_command(run_dir: Path) -> str:
-    """Return the command that goes on with a run."""
-    return f"python train.py --resume {shlex.quote(str(run_dir))}"
+    """Return the command that goes on with a run as it was started: by itself, or by a launcher on as many ranks."""
+    env, line = dist_env(), shlex.join([script("train.py"), "--resume", str(run_dir)])
+    if not env.launched or OURS in os.environ:  # the devices are among the run's settings
+        return f"python {line}"
+    machines = env.world_size // env.local_world_size
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return f"python {line}  # by the launcher of before, on {env.world_size} ranks"
+    if machines == 1:
+        return f"torchrun --standalone --nproc_per_node {env.world_size} {line}"
+    torchrun = f"torchrun --nnodes {machines} --nproc_per_node {env.local_world_size}"
+    return f"{torchrun} {line}  # on each machine, with the --node_rank, --master_addr and --master_port of before"
+
+
+def script(name: str) -> str:
+    """Return the path of one of our scripts for a command to be typed: as the one that runs was, else in full."""
+    beside = os.path.join(os.path.dirname(sys.argv[0]), name)
+    return beside if Path(beside).resolve() == ROOT / name else str(ROOT / name)
 
 
 def has_checkpoint(run_dir: Path) -> bool:
@@ -178,14 +228,11 @@ def has_checkpoint(run_dir: Path) -> bool:
 
 
 def write_resume_file(run_dir: Path) -> None:
-    """Leave the file RESUME, which tells a scheduler that the run was stopped and can go on, and how."""
+    """Leave the file RESUME, which tells a scheduler that the run was stopped and can go on, and how, if it can."""
+    if not has_checkpoint(run_dir):
+        return
     with contextlib.suppress(OSError):  # of a full disk; the exit status says the same
         (run_dir / RESUME).write_text(f"{resume_command(run_dir)}\n")
-
-
-def was_stopped(run_dir: Path) -> bool:
-    """Whether a run left the file RESUME."""
-    return (run_dir / RESUME).exists()
 
 
 _claims: dict[Path, IO[str]] = {}  # open files that hold this process's locks
@@ -265,10 +312,38 @@ def claims_released() -> Iterator[None]:
             release(run_dir)
 
 
-def forget_stop(run_dir: Path) -> None:
-    """Remove the file RESUME: the run goes on."""
+def forget_end(run_dir: Path) -> None:
+    """Remove what says that a run was stopped, or is finished: it goes on."""
     with contextlib.suppress(OSError):
         (run_dir / RESUME).unlink(missing_ok=True)
+    if is_finished(run_dir):
+        _note_end(run_dir, {})
+
+
+def take_along(origin: Path | None, checkpoint: Path, best: Path | None, run_dir: Path) -> None:
+    """Copy what a run needs to go on in a new folder, which is removed again if that fails.
+
+    Args:
+        origin: folder of the run so far, None if nobody knows.
+        checkpoint: to go on from; becomes last.pt.
+        best: its best weights so far, if there are any.
+        run_dir: the new folder; has a folder for weights.
+
+    Raises:
+        UserError: the disk did not take it.
+    """
+    kept = [path for pattern in TAKEN_ALONG for path in origin.glob(pattern)] if origin else []
+    copies = [(path, run_dir / path.name) for path in kept] + [(best, run_dir / "weights" / "best.pt")] * bool(best)
+    try:
+        for source, target in [*copies, (checkpoint, run_dir / "weights" / "last.pt")]:
+            beside = target.with_name(f"{target.name}.tmp")
+            shutil.copyfile(source, beside)
+            beside.replace(target)
+    except OSError as error:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        raise UserError(
+            f"--resume {checkpoint}: it can't be copied to {run_dir} ({error.strerror}); go on elsewhere with --project"
+        ) from error
 
 
 def _checkpoints(run_dir: Path) -> list[Path]:

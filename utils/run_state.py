@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,19 +21,20 @@ from utils.data_config import DataConfig
 from utils.data_report import UnreadableImages
 from utils.dataloaders import choose_val_batch
 from utils.dataset import LabelIndex
-from utils.errors import RESUMABLE, Stopped, UserError
+from utils.errors import RESUMABLE, NotWrittenError, Stopped, UserError
 from utils.heartbeat import Phase, beat, waiting
-from utils.interrupts import StopRequest, ignore_from_here
+from utils.inputs import data_facts
+from utils.interrupts import OURS, StopRequest, ignore_from_here
 from utils.logging import DeviceMeter, get_logger, mean_of
 from utils.loss import DetectionLoss
 from utils.optim import Schedule, load_optimizer
 from utils.plots import Plots
-from utils.run_folder import has_checkpoint, how_to_go_on, versions, write_resume_file
+from utils.run_folder import how_to_go_on, is_finished, versions, write_resume_file
 from utils.seeds import rng_state, set_rng_state
 from utils.skips import SkipLog
 from utils.spikes import SpikeLog
 from utils.steps import BufferSnapshot, Precision
-from utils.torch_utils import BatchPlan, DistEnv, ModelEMA, all_gather_rows, all_reduce_sum, barrier
+from utils.torch_utils import BatchPlan, DistEnv, ModelEMA, all_gather_rows, all_reduce_sum, barrier, once
 
 VOTES = 3  # of a rank at the end of a window: to stop, to save, and where it is; see `votes`
 SAVE_EVERY = 900.0  # seconds between two checkpoints at most
@@ -154,6 +156,7 @@ class Run:
     step_bytes: int = 0  # of this machine's memory that a step of all its ranks takes at least
     recipe_note: str = ""  # what of the recipe is not as its file has it
     waited: Callable[[], float] = float  # seconds of waiting for images so far, on this rank
+    data_facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # made when they are first asked for
     proven: tuple[float, int] = (-1.0, 0)  # best_fitness and best_epoch as of best.pt
     just_saved: bool = False  # at the end of the window before; the same on all ranks
     saved_at: float = field(default_factory=time.monotonic)  # when a checkpoint was last taken
@@ -183,16 +186,21 @@ def leave(run: Run, *, save: bool = True) -> NoReturn:
         save: False if its last checkpoint is as good.
 
     Raises:
-        Stopped: always.
+        Stopped: it was saved.
+        NotWrittenError: it was not.
     """
     where = f"epoch {run.state.epoch + 1}, batch {run.state.batch} of {run.schedule.batches_per_epoch}"
     get_logger().info(f"asked to stop ({run.stop.by or 'another rank was'}): stopping in {where}")
     if save:
         save_in_epoch(run)
+    if once(lambda: not_written(run), run.env):
+        raise NotWrittenError("\n".join([
+            f"stopped by {run.stop.by or 'a signal to another rank'}, but the state of {run.run_dir} was not written; "
+            "the warnings above say why",
+            *last_words(run),
+        ]))  # fmt: skip
     if run.env.is_main_process:
-        run.writer.wait()
-        if has_checkpoint(run.run_dir):
-            write_resume_file(run.run_dir)
+        write_resume_file(run.run_dir)
     if run.env.launched:
         ignore_from_here(run.stop.by)
     barrier(run.env)  # whoever left earlier would have the others ended in the middle of the save
@@ -200,16 +208,35 @@ def leave(run: Run, *, save: bool = True) -> NoReturn:
     raise Stopped(run.stop.by or "a signal to another rank", RESUMABLE, going_on)
 
 
+def not_written(run: Run) -> bool:
+    """Wait for the last checkpoint, and return whether it came to nothing; rank 0's work."""
+    run.writer.wait()
+    return run.writer.failed
+
+
+def last_words(run: Run) -> list[str]:
+    """Return the line that tells how to go on with a run that failed, none where nothing was saved.
+
+    Of workers that our launcher started it speaks itself, when all are gone.
+    """
+    return how_to_go_on(run.run_dir) if run.env.is_main_process and OURS not in os.environ else []
+
+
 @contextlib.contextmanager
-def resumable(run: Run) -> Iterator[None]:
-    """Let Ctrl-C that does not wait for a window's end say how to go on with a run, if something was saved."""
+def interruptible(run_dir: Path, env: DistEnv) -> Iterator[None]:
+    """Let a stop that does not wait for a window's end say how to go on with a run, if something was saved.
+
+    Not where a launcher ends this process: maybe another rank has failed.
+    """
     try:
         yield
-    except Stopped:
+    except KeyboardInterrupt as stop:
+        by_launcher = env.launched and isinstance(stop, Stopped)
+        if stop.args or by_launcher or not env.is_main_process or is_finished(run_dir):
+            raise
+        write_resume_file(run_dir)
+        stop.args = tuple(how_to_go_on(run_dir))
         raise
-    except KeyboardInterrupt:
-        over = run.state.stopped or run.state.epoch >= run.config.epochs
-        raise KeyboardInterrupt(*([] if over else how_to_go_on(run.run_dir))) from None
 
 
 def save_at_end(run: Run, better: bool, final: bool) -> None:
@@ -289,7 +316,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "names": run.raw_model.names,
         "config": config_to_dict(run.config),
         "precision": run.precision.name,
-        "data": data_facts(run),
+        "data": _data_facts(run),
         "hyp": config_to_dict(run.hyp),
         "run_dir": str(run.run_dir),
         "versions": versions(),
@@ -322,9 +349,22 @@ def _load(run: Run, saved: Mapping[str, Any]) -> None:
     run.proven = run.state.best_fitness, run.state.best_epoch
     _load_shares(run, saved)
     set_rng_state(saved["rng"])
-    for what, now in {"data": data_facts(run), "precision": run.precision.name, "versions": versions()}.items():
+    data = {split: dict(facts) for split, facts in _data_facts(run).items()}
+    if "labels" not in saved["data"].get("train", {}):  # the run is older than that digest
+        for facts in data.values():
+            del facts["labels"]
+    own_facts = {"data": data, "precision": run.precision.name, "versions": versions()}
+    if run.config.data != saved["config"]["data"]:  # it has moved, and was compared before
+        del own_facts["data"]
+    for what, now in own_facts.items():
         if saved[what] != now:
             get_logger().warning(f"since this run was saved its {what} changed: {_difference(saved[what], now)}")
+
+
+def _data_facts(run: Run) -> dict[str, Any]:
+    if not run.data_facts:  # a digest of all labels takes a while where there are many
+        run.data_facts = data_facts({"train": run.train_index, "val": run.val_index})
+    return run.data_facts
 
 
 def _difference(before: Any, now: Any) -> str:
@@ -332,12 +372,11 @@ def _difference(before: Any, now: Any) -> str:
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return f"{before} became {now}"
     changed = {key: (before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)}
-    if "digest" in changed and len(changed) > 1:
-        del changed["digest"]
-    return ", ".join(
-        "other names, sizes or labels" if key == "digest" else f"{key} {_difference(*pair)}"
-        for key, pair in changed.items()
-    )
+    said = {"digest": "other files, or other times of them", "labels": "other names, sizes or labels"}
+    for digest in said:
+        if digest in changed and len(changed) > 1:
+            del changed[digest]
+    return ", ".join(said.get(key) or f"{key} {_difference(*pair)}" for key, pair in changed.items())
 
 
 def _load_shares(run: Run, saved: Mapping[str, Any]) -> None:
@@ -356,11 +395,3 @@ def _load_shares(run: Run, saved: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for buffer, values in zip(own, row.split([buffer.numel() for buffer in own]), strict=True):
             buffer.copy_(values.view_as(buffer))
-
-
-def data_facts(run: Run) -> dict[str, Any]:
-    """Return what identifies the data of a run; other data would change the schedule and the order of the images."""
-    return {
-        split: {"images": len(index), "instances": index.num_instances, "digest": index.images_digest}
-        for split, index in {"train": run.train_index, "val": run.val_index}.items()
-    }

@@ -203,7 +203,7 @@ def sabotaged(data: Path, folder: Path, sabotage: str) -> Ended:
 
 
 def going_on(folder: Path) -> str:
-    return f"go on with: python train.py --resume {folder / 'runs/run'}"
+    return f"go on with: python {PROJECT / 'train.py'} --resume {folder / 'runs/run'}"
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])

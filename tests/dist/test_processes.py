@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.common import PROJECT
 from tests.dist.launch import HEADER, descendants, free_port, kill, ranks_of, start, wait_for, wait_for_end
 from tests.dist.machines import Machine, all_ended, started, torchrun_line
 from tests.runs import assert_same_run, flags, make_data
@@ -84,7 +85,7 @@ def test_all_raise_at_once(data: Path, tmp_path: Path, launcher: str) -> None:
     if not before:
         last, going_on = run.said.splitlines()[-2:]
         assert re.fullmatch("2 ranks failed with this error, rank [01] with status 1; all ranks were ended", last)
-        assert going_on == f"go on with: python train.py --resume {tmp_path / 'run'}"
+        assert going_on == f"go on with: python {PROJECT / 'train.py'} --resume {tmp_path / 'run'}"
     state = load_checkpoint(tmp_path / "run/weights/last.pt")["state"]
     assert state["epoch"] == 0 and state["batch"] in (1, 2)
     again = start(["--resume", str(tmp_path / "run"), "--epochs", "1"], tmp_path, tmp_path / "resumed")

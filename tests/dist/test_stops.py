@@ -73,8 +73,9 @@ def stop(
 def assert_resumable(run_dir: Path, whole: Path, said: str, cwd: Path) -> None:
     """All ranks stopped at the same step, and going on ends where the run that was left alone did."""
     assert (run_dir / "RESUME").exists(), said
-    assert (run_dir / "RESUME").read_text() == f"python train.py --resume {run_dir}\n"
-    assert said.splitlines()[-1] == f"go on with: python train.py --resume {run_dir}"
+    command = f"python {PROJECT / 'train.py'} --resume {run_dir}"
+    assert (run_dir / "RESUME").read_text() == f"{command}\n"
+    assert said.splitlines()[-1] == f"go on with: {command}"
     assert "Traceback" not in said
     meters = load_checkpoint(run_dir / "weights/last.pt")["meters"]
     assert meters is None or len(set(meters[:, -1].tolist())) == 1
@@ -139,7 +140,8 @@ def test_under_torchrun(data: Path, tmp_path: Path) -> None:
     done = torchrun([PROJECT / "train.py", *line], 2, port=free_port(), cwd=tmp_path, timeout=LIMIT)
     assert done.returncode == 1
     assert "stopped by --time-limit" in done.stderr
-    assert (tmp_path / "run/RESUME").exists()
+    line = f"{PROJECT / 'train.py'} --resume {tmp_path / 'run'}"
+    assert (tmp_path / "run/RESUME").read_text() == f"torchrun --standalone --nproc_per_node 2 {line}\n"
     assert len(set(load_checkpoint(tmp_path / "run/weights/last.pt")["meters"][:, -1].tolist())) == 1
 
 
