@@ -442,6 +442,7 @@ def test_no_place_for_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     images = make_split(tmp_path, [GOOD])
     (tmp_path / ".lockstep").touch()  # files where the folders should be
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".lockstep"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ".lockstep"))
     index = build_index([images], 1)
     assert index.file is None
     assert index.num_instances == 1

@@ -128,7 +128,10 @@ def test_rows_with_more_behind_the_box(behind: list[float], tmp_path: Path) -> N
     path.write_text(path.read_text() + f"columns: {columns}\n")
     index = read(path)
     np.testing.assert_allclose(index.rows[:, 1:], CENTERS, atol=1e-6)
-    assert index.report.problems == [] and index.points is None
+    assert index.points is None
+    rule = "numbers behind the boxes of this file, not used"
+    assert {(one.line, one.value, one.rule) for one in index.report.problems} == {(1, f"{columns} columns", rule)}
+    assert len(index.report.problems) == 4  # one a file
 
 
 def test_keypoints_by_their_shape(tmp_path: Path) -> None:

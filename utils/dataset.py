@@ -47,7 +47,7 @@ from utils.torch_utils import ALONE, DistEnv, all_gather_objects, gather_on_mach
 
 __all__ = ["LabelIndex", "build_index", "cache_folders", "open_splits", "read_image"]
 
-RULES_VERSION = 5  # raise it whenever a rule, the row format or the file format changes: older cache files are rebuilt
+RULES_VERSION = 6  # raise it whenever a rule, the row format or the file format changes: older cache files are rebuilt
 MAGIC = b"LSINDEX1"
 CHUNK = 512  # images per unit of work: long enough for vectorized checks, short enough for an even progress bar
 MIN_SIDE, MAX_PIXELS = 10, 1 << 28
@@ -516,10 +516,13 @@ def _pack(names: list[bytes], stats: np.ndarray, part: _Part, meta: dict[str, An
 
 
 def cache_folders(image: str) -> list[Path]:
-    """Where caches of a data set go, best first: beside its images or labels folder, else the user's."""
+    """Where caches of a data set go, best first: beside its images or labels folder, else the user's if there is one."""
     folder = image.rpartition("/")[0]
     around = around_images(folder)
-    return [Path((around[0] if around else folder) or "/") / ".lockstep", cache_folder()]
+    places = [Path((around[0] if around else folder) or "/") / ".lockstep"]
+    with contextlib.suppress(UserError):  # a run goes without
+        places.append(cache_folder())
+    return places
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from utils.data_report import Problem, shortened
 from utils.errors import UserError
 from utils.heartbeat import beating
-from utils.images import IMAGE_SUFFIXES, OTHER_IMAGE_SUFFIXES
-from utils.labels import around_images
+from utils.images import IMAGE_SUFFIXES, OTHER_IMAGE_SUFFIXES, RARE_IMAGE_SUFFIXES
+from utils.labels import around_images, label_path
 
 LARGEST_LIST = 1 << 28  # bytes; ten million lines
 LIST_HEAD = 4096  # bytes of a text file that tell whether it is a label file
@@ -26,6 +26,9 @@ OTHER_FORMAT = "picture in a format that is not read, not used; save it as JPEG 
 NO_IMAGE = "label file without an image, not used"
 SECOND = "second label file of an image, not used"
 SHARED = "label file of several images, used for each"
+BESIDE = "label file beside its image in a folder called images, used"
+OTHER_CASE = "label file in other upper or lower case than its image or than .txt, used"
+RARE_FORMAT = "picture in a format that not every OpenCV reads, used"
 
 
 # --- 1. Images -------------------------------------------------------------------------------------------------------
@@ -59,6 +62,7 @@ def list_images(sources: Sequence[Path], problems: list[Problem]) -> list[str]:
         places = ", ".join(map(str, sources)) or "an empty list of sources"
         others = "\n".join(["", *shortened([f"  {problem}" for problem in problems[:3]], len(problems))]).rstrip()
         raise UserError(f"no images in {places}; looked for the suffixes {', '.join(sorted(IMAGE_SUFFIXES))}{others}")
+    problems += [Problem(path, 0, "", RARE_FORMAT) for path in paths if _suffix(path) in RARE_IMAGE_SUFFIXES]
     return list(paths)
 
 
@@ -269,7 +273,7 @@ def _names(folder: str) -> list[str]:
 def _odd_labels(
     paths: Sequence[str], labels: Sequence[str], unused: Mapping[str, str], sources: Sequence[Path]
 ) -> list[Problem]:
-    """Findings about label files that no image has, or several; sorted.
+    """Findings about label files that no image has, or several, or that lie or are called otherwise; sorted.
 
     Args:
         paths: images of the split.
@@ -290,7 +294,13 @@ def _odd_labels(
             if label:
                 images.setdefault(label, []).append(path.rpartition("/")[2])
         found += [Problem(label, 0, " and ".join(names), SHARED) for label, names in images.items() if len(names) > 1]
-    return sorted(found)
+    for path, label in beating(zip(paths, labels, strict=True)):
+        if label and label != (usual := label_path(path)):
+            if label.casefold() == usual.casefold():
+                found.append(Problem(label, 0, "", OTHER_CASE))
+            elif label.rpartition("/")[0] == path.rpartition("/")[0]:
+                found.append(Problem(label, 0, "", BESIDE))
+    return sorted(set(found))
 
 
 def _holds_labels(path: str) -> bool:

@@ -37,6 +37,7 @@ IMAGE_SUFFIXES = frozenset([
     "avif", "bmp", "dib", "dng", "jfif", "jp2", "jpe", "jpeg", "jpg", "mpo", "pbm", "pfm", "pgm", "png", "pnm", "ppm",
     "tif", "tiff", "webp",
 ])  # fmt: skip
+RARE_IMAGE_SUFFIXES = frozenset(["avif", "jp2"])  # of these, what builds of OpenCV may lack
 # Pictures as well, which OpenCV does not read, not everywhere, or not as they are seen.
 OTHER_IMAGE_SUFFIXES = frozenset([
     "arw", "cr2", "cr3", "exr", "gif", "hdr", "heic", "heif", "ico", "j2k", "jpf", "jpx", "jxl", "nef", "orf", "psd",

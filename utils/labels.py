@@ -127,6 +127,7 @@ ROW_RULES: tuple[tuple[str, Callable[[Rows], Verdict]], ...] = (  # in this orde
 )
 REPEATED = "row repeated, kept once"
 REPEATED_BOX = "box repeated where all classes count as one, kept once"
+BEHIND = "numbers behind the boxes of this file, not used"
 NOT_A_NUMBER = "not a number, row left out"
 BAD_COLUMNS = "neither 5 columns (class cx cy w h) nor a polygon (class and 3 or more x y pairs), row left out"
 
@@ -305,7 +306,7 @@ class RowReader:
 
     def read(self, image: int, name: str, text: bytes) -> bool:
         """Add the rows of one label file; False if there is nothing but blank lines in it."""
-        blank = True
+        blank, told = True, False
         for number, line in enumerate(text.removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
             words = line.split()
             if not words:
@@ -318,6 +319,9 @@ class RowReader:
                 continue
             outline = -1
             if len(values) in (BOX_COLUMNS, self.columns):
+                if len(values) > BOX_COLUMNS and not told:
+                    told = True
+                    self._report(name, number, f"{len(values)} columns".encode(), BEHIND)
                 values = values[:BOX_COLUMNS]
             elif len(values) >= 7 and len(values) % 2:
                 outline = len(self.outlines)
