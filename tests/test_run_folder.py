@@ -119,7 +119,7 @@ def test_the_newest_run_comes_first(tmp_path: Path) -> None:
     found = find_resumable("", str(tmp_path))
     assert [run for run, _ in found[:2]] == [new, spare]
     assert {run for run, _ in found[2:]} == {old, twin}
-    assert all(path == run / "weights" / "last.pt" for run, path in found)
+    assert all(run is not None and path == run / "weights" / "last.pt" for run, path in found)
 
 
 def test_a_run_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,8 @@ def _scan(files: _Files, rules: _Rules, split: str, env: DistEnv) -> _Part | Non
     starts = all_starts[env.local_rank :: env.local_world_size]
 
     def work(start: int) -> _Part:
-        return _scan_chunk(_Files(*(column[start : start + CHUNK] for column in files)), rules)
+        chunk = slice(start, start + CHUNK)
+        return _scan_chunk(_Files(files.images[chunk], files.labels[chunk], files.stats[chunk]), rules)
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(max(cores // env.local_world_size, 1), len(starts) // 2)
@@ -516,7 +517,7 @@ def _pack(names: list[bytes], stats: np.ndarray, part: _Part, meta: dict[str, An
 
 
 def cache_folders(image: str) -> list[Path]:
-    """Where caches of a data set go, best first: beside its images or labels folder, else the user's if there is one."""
+    """Where caches of a data set go, best first: beside its images or labels folder, else the user's, if any."""
     folder = image.rpartition("/")[0]
     around = around_images(folder)
     places = [Path((around[0] if around else folder) or "/") / ".lockstep"]

@@ -104,7 +104,7 @@ def _facts(run_dir: Path) -> dict[str, Any]:
 
 
 def _note_end(run_dir: Path, end: Mapping[str, str]) -> None:
-    facts = {key: value for key, value in _facts(run_dir).items() if key != FINISHED} | end
+    facts = {key: value for key, value in _facts(run_dir).items() if key != FINISHED} | dict(end)
     beside = run_dir / f"{FACTS}.tmp"
     with contextlib.suppress(OSError):  # of a full disk: --resume reads the checkpoint then
         beside.write_text(json.dumps(facts, indent=2) + "\n")
@@ -333,7 +333,9 @@ def take_along(origin: Path | None, checkpoint: Path, best: Path | None, run_dir
         UserError: the disk did not take it.
     """
     kept = [path for pattern in TAKEN_ALONG for path in origin.glob(pattern)] if origin else []
-    copies = [(path, run_dir / path.name) for path in kept] + [(best, run_dir / "weights" / "best.pt")] * bool(best)
+    copies = [(path, run_dir / path.name) for path in kept]
+    if best is not None:
+        copies.append((best, run_dir / "weights" / "best.pt"))
     try:
         for source, target in [*copies, (checkpoint, run_dir / "weights" / "last.pt")]:
             beside = target.with_name(f"{target.name}.tmp")

@@ -33,7 +33,8 @@ def test_frozen_layers_of_two_ranks(sync_bn: str, tmp_path: Path) -> None:
     for name, buffer in model.named_buffers():
         if "running" in name:
             buffer.uniform_(0.5, 1.5)
-    content = {"spec": model.yaml, "names": model.names, "model": model.state_dict(), "config": {"imgsz": 64}}
+    weights = model.state_dict()
+    content = {"spec": model.yaml, "names": model.names, "model": weights, "config": {"imgsz": 64}}
     save_checkpoint(content, tmp_path / "start.pt")
     data = make_data(tmp_path / "data", 4, 2)
     data.write_text(yaml.safe_dump({**yaml.safe_load(data.read_text()), "path": str(data.parent)}))
@@ -44,6 +45,6 @@ def test_frozen_layers_of_two_ranks(sync_bn: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     last = load_checkpoint(tmp_path / "run/weights/last.pt")
     for state in (last["model"], last["ema"]["module"]):
-        same = {name.split(".")[1] for name, value in content["model"].items() if torch.equal(value, state[name])}
+        same = {name.split(".")[1] for name, value in weights.items() if torch.equal(value, state[name])}
         assert same == {"1", "3"}
-        assert all(torch.equal(value, state[name]) for name, value in content["model"].items() if name[6] in "13")
+        assert all(torch.equal(value, state[name]) for name, value in weights.items() if name[6] in "13")

@@ -140,8 +140,8 @@ def test_under_torchrun(data: Path, tmp_path: Path) -> None:
     done = torchrun([PROJECT / "train.py", *line], 2, port=free_port(), cwd=tmp_path, timeout=LIMIT)
     assert done.returncode == 1
     assert "stopped by --time-limit" in done.stderr
-    line = f"{PROJECT / 'train.py'} --resume {tmp_path / 'run'}"
-    assert (tmp_path / "run/RESUME").read_text() == f"torchrun --standalone --nproc_per_node 2 {line}\n"
+    again = f"{PROJECT / 'train.py'} --resume {tmp_path / 'run'}"
+    assert (tmp_path / "run/RESUME").read_text() == f"torchrun --standalone --nproc_per_node 2 {again}\n"
     assert len(set(load_checkpoint(tmp_path / "run/weights/last.pt")["meters"][:, -1].tolist())) == 1
 
 
