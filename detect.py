@@ -11,9 +11,9 @@ from own_packages import check_packages
 
 check_packages()
 
-from utils.config import DetectConfig, parse_detect
-from utils.errors import end_quietly_by_ctrl_c
-from utils.preflight import check_opencv
+from utils.config.flags import DetectConfig, parse_detect
+from utils.core.errors import end_quietly_by_ctrl_c
+from utils.run.preflight import check_opencv
 
 if __name__ == "__main__":
     end_quietly_by_ctrl_c()
@@ -36,15 +36,12 @@ from tqdm import tqdm
 
 from models.detector import Detector, build_detector
 from models.families import load_model
-from utils.detection_files import DetectionFiles, annotate, check_codec
-from utils.devices import check_half
-from utils.drawing import lettering_doubts
-from utils.errors import Problems, UserError, run_cli
-from utils.flags import repeated_flags
-from utils.logging import get_logger
-from utils.preflight import check_run_folder
-from utils.run_folder import create_run_dir
-from utils.sources import (
+from utils.config.command_line import repeated_flags
+from utils.core.devices import check_half
+from utils.core.errors import Problems, UserError, run_cli
+from utils.core.logging import get_logger
+from utils.inference.detection_files import DetectionFiles, annotate, check_codec
+from utils.inference.sources import (
     Frame,
     Source,
     Unread,
@@ -56,6 +53,9 @@ from utils.sources import (
     read_streams,
     warn_of_depth,
 )
+from utils.plots.drawing import lettering_doubts
+from utils.run.folder import create_run_dir
+from utils.run.preflight import check_run_folder
 from utils.torch_utils import DistEnv, dist_env, process_group
 
 END_KEYS = (ord("q"), 27)  # 27: escape

@@ -33,14 +33,11 @@ import train
 import val
 from models.families import Family, build_model, family_of, load_weights
 from models.yolo import DetectionModel
-from utils import command
-from utils.callbacks import Callback, check_callbacks, check_picklable
-from utils.config import ROOT, TrainConfig, ValConfig, build_config, find_yaml, load_yaml
-from utils.errors import RESUMABLE, USER_ERROR, Stopped, UserError, await_turn, run_cli
-from utils.flags import given_keywords
-from utils.inputs import check_classes
-from utils.interrupts import CTRL_C, interrupts_held
-from utils.jobs import (
+from utils.config.command_line import given_keywords
+from utils.config.flags import ROOT, TrainConfig, ValConfig, build_config, find_yaml, load_yaml
+from utils.core.errors import RESUMABLE, USER_ERROR, Stopped, UserError, await_turn, run_cli
+from utils.core.signals import CTRL_C, interrupts_held
+from utils.dist.job_files import (
     MISTAKE,
     OUTCOME,
     Job,
@@ -53,9 +50,12 @@ from utils.jobs import (
     write_job,
     write_outcome,
 )
-from utils.launch import GRACE, as_worker, end_with_parent, launch, orphaned, variables_kept, worker_devices
-from utils.metrics import fitness
-from utils.predictions import Prediction, predict, predict_config
+from utils.dist.launch import GRACE, as_worker, end_with_parent, launch, orphaned, variables_kept, worker_devices
+from utils.inference.predictions import Prediction, predict, predict_config
+from utils.metrics.average_precision import fitness
+from utils.run import settings as command
+from utils.run.callbacks import Callback, check_callbacks, check_picklable
+from utils.run.inputs import check_classes
 from utils.torch_utils import (
     ALONE,
     DistEnv,
@@ -161,7 +161,7 @@ class YOLO:
         """Train, starting from this object's weights; it holds the best ones of the run afterwards.
 
         Args:
-            callbacks: told what happens; see `utils.callbacks`.
+            callbacks: told what happens; see `utils.run.callbacks`.
             **flags: every flag of train.py, under the same name: ``data="my.yaml"``, ``batch=64``, ``sync_bn=True``.
                 ``device="0,1"`` trains in a process for each device.
 

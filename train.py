@@ -14,9 +14,9 @@ from own_packages import check_packages
 
 check_packages()
 
-from utils.config import TrainConfig, parse_train
-from utils.errors import end_quietly_by_ctrl_c
-from utils.preflight import check_opencv
+from utils.config.flags import TrainConfig, parse_train
+from utils.core.errors import end_quietly_by_ctrl_c
+from utils.run.preflight import check_opencv
 
 if __name__ == "__main__":
     end_quietly_by_ctrl_c()
@@ -38,40 +38,31 @@ from typing import Any
 import torch
 
 import val
+from models.build import choose_sync_bn
 from models.families import weights_of
-from models.start import choose_sync_bn
 from models.yolo import load_state
-from utils.autobatch import automatic_batch
-from utils.callbacks import Callback, Callbacks, CheckpointSaved, check_callbacks
-from utils.checkpoint_writer import CheckpointWriter
-from utils.command import for_workers, go_on, places, say_resumed, settings
-from utils.compilation import can_compile, compile_network
-from utils.config import AUTOMATIC, config_to_dict, seconds_of
-from utils.console import EpochProgress, RunClock, duration, format_lines
-from utils.cuda_graph import can_capture, capture
-from utils.data_parallel import accumulating, replica_devices, replicate, wrap
-from utils.data_report import NOTHING_FOUND, REPLACED, ScanReport, UnreadableImages, write_report
-from utils.dataloaders import Batch, TrainLoader, ValLoader, resize_batch, share_workers, train_loader, val_loader
-from utils.devices import to_device, upload
-from utils.errors import DivergedError, NotWrittenError, run_cli
-from utils.flags import given_flags, repeated_flags, without_flags
-from utils.header import header, remedies
-from utils.heartbeat import Phase, beat
-from utils.inputs import read_inputs
-from utils.interrupts import BEGAN, STARTED, StopRequest, stops_end_the_process
-from utils.jobs import shown_weights
-from utils.launch import as_worker, launch, say, tell_launcher
-from utils.loader_notes import deaths_explained
-from utils.logging import DeviceMeter, get_logger
-from utils.metrics import TableRow, format_table
-from utils.optim import Schedule, build_optimizer
-from utils.order import batch_imgsz
-from utils.plots import Plots
-from utils.profiler import no_step, profiling
-from utils.restarts import begin_life, find_own_run, this_life
-from utils.resume import check_ranks, resume
-from utils.run_events import epoch_end, train_end, train_start
-from utils.run_folder import (
+from utils.checkpoints.writer import CheckpointWriter
+from utils.config.command_line import given_flags, repeated_flags, without_flags
+from utils.config.flags import AUTOMATIC, config_to_dict, seconds_of
+from utils.core.devices import to_device, upload
+from utils.core.errors import DivergedError, NotWrittenError, run_cli
+from utils.core.heartbeat import Phase, beat
+from utils.core.logging import DeviceMeter, get_logger
+from utils.core.seeds import seed_everything
+from utils.core.signals import BEGAN, STARTED, StopRequest, stops_end_the_process
+from utils.data.dataset import DetectionDataset, create_cache
+from utils.data.loader_notes import deaths_explained
+from utils.data.loaders import Batch, TrainLoader, ValLoader, resize_batch, share_workers, train_loader, val_loader
+from utils.data.report import NOTHING_FOUND, REPLACED, ScanReport, UnreadableImages, write_report
+from utils.data.sampler import batch_imgsz
+from utils.dist.job_files import shown_weights
+from utils.dist.launch import as_worker, launch, say, tell_launcher
+from utils.dist.stalls import Pace, watched
+from utils.metrics.average_precision import TableRow, format_table
+from utils.run.autobatch import automatic_batch
+from utils.run.callbacks import Callback, Callbacks, CheckpointSaved, check_callbacks
+from utils.run.events import epoch_end, train_end, train_start
+from utils.run.folder import (
     check_claim,
     claim,
     claims_released,
@@ -83,7 +74,14 @@ from utils.run_folder import (
     take_along,
     write_description,
 )
-from utils.run_state import (
+from utils.run.header import header, remedies
+from utils.run.inputs import read_inputs
+from utils.run.plots import Plots
+from utils.run.progress import EpochProgress, RunClock, duration, format_lines
+from utils.run.restarts import begin_life, find_own_run, this_life
+from utils.run.resume import check_ranks, resume
+from utils.run.settings import for_workers, go_on, places, say_resumed, settings
+from utils.run.state import (
     VOTES,
     Ballot,
     Run,
@@ -96,13 +94,6 @@ from utils.run_state import (
     save_in_epoch,
     votes,
 )
-from utils.samples import DetectionDataset, create_cache
-from utils.seeds import seed_everything
-from utils.skips import LIMIT, LIMIT_FP16, SkipLog
-from utils.spikes import SpikeLog
-from utils.stalls import Pace, watched
-from utils.steps import MAX_GRAD_NORM, BufferSnapshot, guarded_step
-from utils.sync_bn import average_statistics, convert_sync_bn
 from utils.torch_utils import (
     DistEnv,
     ModelEMA,
@@ -119,6 +110,15 @@ from utils.torch_utils import (
     start_all_reduce_sum,
     strip_checkpoint,
 )
+from utils.training.compilation import can_compile, compile_network
+from utils.training.cuda_graph import can_capture, capture
+from utils.training.data_parallel import accumulating, replica_devices, replicate, wrap
+from utils.training.optim import Schedule, build_optimizer
+from utils.training.profiler import no_step, profiling
+from utils.training.skips import LIMIT, LIMIT_FP16, SkipLog
+from utils.training.spikes import SpikeLog
+from utils.training.steps import MAX_GRAD_NORM, BufferSnapshot, guarded_step
+from utils.training.sync_bn import average_statistics, convert_sync_bn
 
 LOSSES = ("box", "obj", "cls")
 SHOWN_IMAGES = 8  # names in a warning
@@ -321,7 +321,7 @@ def train_epoch(
         run: where it is.
         batches: of the training split, from where the run is.
         clock: of the run.
-        step_done: called after each batch; see `utils.profiler`.
+        step_done: called after each batch; see `utils.training.profiler`.
 
     Returns:
         Mean [box, objectness, class] losses of the epoch.
@@ -675,7 +675,7 @@ def load_best(run: Run) -> int | None:
 
 
 def strip_best(run: Run) -> None:
-    """Strip the best checkpoint to what is needed for use; rank 0's work, and the last of a run: see `utils.resume`."""
+    """Strip the best checkpoint to what is needed for use; rank 0's work, and the last of a run: see `utils.run.resume`."""
     best, last = run.weights_dir / "best.pt", run.weights_dir / "last.pt"
 
     def strip() -> None:

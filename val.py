@@ -11,9 +11,9 @@ from own_packages import check_packages
 
 check_packages()
 
-from utils.config import MAX_DET, ValConfig, parse_val
-from utils.errors import end_quietly_by_ctrl_c
-from utils.preflight import check_opencv
+from utils.config.flags import MAX_DET, ValConfig, parse_val
+from utils.core.errors import end_quietly_by_ctrl_c
+from utils.run.preflight import check_opencv
 
 if __name__ == "__main__":
     end_quietly_by_ctrl_c()
@@ -35,36 +35,21 @@ from tqdm import tqdm
 
 from models.families import Family
 from models.yolo import DetectionModel
-from utils.boxes import cxcywh_to_xyxy, scale_boxes
-from utils.data_config import DataConfig
-from utils.data_report import NOTHING_FOUND, ScanReport, UnreadableImages, write_report
-from utils.dataloaders import Batch, ValLoader, choose_num_workers, val_loader
-from utils.dataset import LabelIndex
-from utils.devices import time_on, upload
-from utils.errors import run_cli
-from utils.flags import repeated_flags
-from utils.heartbeat import Phase, beat, beating
-from utils.image_cache import ImageCache
-from utils.inputs import check_classes, read_val_inputs
-from utils.jobs import shown_weights
-from utils.launch import as_worker, launch, say, worker_devices
-from utils.loader_notes import deaths_explained
-from utils.logging import get_logger
-from utils.loss import DetectionLoss
-from utils.metrics import (
-    IOU_THRESHOLDS,
-    ImageResult,
-    Metrics,
-    TableRow,
-    format_table,
-    match_detections,
-    summarize,
-)
-from utils.plots import Plots
-from utils.run_folder import create_run_dir, script
-from utils.samples import DetectionDataset, Unreadable
-from utils.torch_utils import DistEnv, dist_env, gather_objects, once, process_group
-from utils.val_files import (
+from utils.config.command_line import repeated_flags
+from utils.config.data_yaml import DataConfig
+from utils.core.devices import time_on, upload
+from utils.core.errors import run_cli
+from utils.core.heartbeat import Phase, beat, beating
+from utils.core.logging import get_logger
+from utils.data.dataset import DetectionDataset, Unreadable
+from utils.data.image_cache import ImageCache
+from utils.data.index import LabelIndex
+from utils.data.loader_notes import deaths_explained
+from utils.data.loaders import Batch, ValLoader, choose_num_workers, val_loader
+from utils.data.report import NOTHING_FOUND, ScanReport, UnreadableImages, write_report
+from utils.dist.job_files import shown_weights
+from utils.dist.launch import as_worker, launch, say, worker_devices
+from utils.inference.val_files import (
     annotations_of,
     coco_results,
     coco_score,
@@ -74,6 +59,21 @@ from utils.val_files import (
     write_labels,
     write_predictions,
 )
+from utils.metrics.average_precision import (
+    IOU_THRESHOLDS,
+    ImageResult,
+    Metrics,
+    TableRow,
+    format_table,
+    match_detections,
+    summarize,
+)
+from utils.metrics.boxes import cxcywh_to_xyxy, scale_boxes
+from utils.run.folder import create_run_dir, script
+from utils.run.inputs import check_classes, read_val_inputs
+from utils.run.plots import Plots
+from utils.torch_utils import DistEnv, dist_env, gather_objects, once, process_group
+from utils.training.loss import DetectionLoss
 
 MANY_CLASSES = 50  # from here on the table shows them with --verbose only
 # Flags that figures follow from; the second ones have to be as they are by default, to compare.

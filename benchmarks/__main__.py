@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measuring import ROUNDS, Row, format_rows, load_of_others
-from utils.config import ROOT
-from utils.errors import UserError, run_cli
+from utils.config.flags import ROOT
+from utils.core.errors import UserError, run_cli
 
 GROUPS = ("start", "loader", "labels", "optimizer", "train_step", "ranks", "evaluation", "checkpoint")
 BUSY = 0.5  # processes of others that want a core

@@ -32,12 +32,12 @@ from tqdm import tqdm
 
 import train
 from benchmarks.measuring import Row, format_rows, milliseconds, ratios, write_rows
-from utils.checkpoint_writer import Outcome
-from utils.config import ROOT
-from utils.data_config import build_train_config
-from utils.errors import UserError, run_cli
-from utils.run_folder import release
-from utils.run_state import run_state
+from utils.checkpoints.writer import Outcome
+from utils.config.data_yaml import build_train_config
+from utils.config.flags import ROOT
+from utils.core.errors import UserError, run_cli
+from utils.run.folder import release
+from utils.run.state import run_state
 from utils.torch_utils import process_group, save_checkpoint
 
 COPY_LIMIT, START_LIMIT = 3.0, 1.5
@@ -46,7 +46,7 @@ FRESH, RESUMED = "new run", "resumed run"
 STARTED = """
 import os, sys
 import train
-from utils.errors import run_cli
+from utils.core.errors import run_cli
 def first(run, batches, *others):
     next(batches)
     os._exit(0)

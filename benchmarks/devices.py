@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.rank_group import Figures, Group, there
-from utils.console import duration
-from utils.devices import parse_device
-from utils.errors import UserError
+from utils.core.devices import parse_device
+from utils.core.errors import UserError
+from utils.run.progress import duration
 
 MANY_EPOCHS = 10_000  # so that none is the last one
 # Seconds of an epoch of COCO's 118,287 images by the number of devices: YOLOv5l on A100, 16 images of 640 pixels each.

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.measuring import Options, Row, milliseconds, ratios, run_group, take_turns
-from utils.boxes import cxcywh_to_xyxy, non_max_suppression
-from utils.coco_metrics import AREAS, MAX_DETECTIONS, CocoMetrics, Found, Truth, coco_metrics
-from utils.errors import UserError, run_cli
-from utils.metrics import IOU_THRESHOLDS, ClassMetrics, ap_per_class, match_detections
+from utils.core.errors import UserError, run_cli
+from utils.metrics.average_precision import IOU_THRESHOLDS, ClassMetrics, ap_per_class, match_detections
+from utils.metrics.boxes import cxcywh_to_xyxy, non_max_suppression
+from utils.metrics.coco import AREAS, MAX_DETECTIONS, CocoMetrics, Found, Truth, coco_metrics
 
 CLASSES, SIZE = 80, 640  # pixels
 DETECTIONS, LABELS = 100, 7.3  # in an image; of labels the mean

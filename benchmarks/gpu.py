@@ -30,14 +30,14 @@ from benchmarks.measuring import Row, format_rows, ratios, take_turns, write_row
 from benchmarks.optimizer import average_one_by_one, step_one_by_one
 from benchmarks.train_step import MANY_EPOCHS, WARMED_UP, BareSteps, Repeated, loop_epochs
 from models.costs import count_flops
-from utils.boxes import non_max_suppression
-from utils.data_config import build_train_config
-from utils.dataloaders import PREFETCH_BATCHES, Batch, share_workers
-from utils.devices import upload
-from utils.errors import UserError, run_cli
-from utils.optim import param_groups
-from utils.steps import MAX_GRAD_NORM, Precision, guarded_step
+from utils.config.data_yaml import build_train_config
+from utils.core.devices import upload
+from utils.core.errors import UserError, run_cli
+from utils.data.loaders import PREFETCH_BATCHES, Batch, share_workers
+from utils.metrics.boxes import non_max_suppression
 from utils.torch_utils import process_group
+from utils.training.optim import param_groups
+from utils.training.steps import MAX_GRAD_NORM, Precision, guarded_step
 
 BF16_BYTES = 2
 MANY_TIMES = 5  # what the loader has ready when a round begins

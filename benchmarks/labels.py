@@ -21,10 +21,10 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.measuring import Options, Row, milliseconds, ratios, run_group, take_turns
-from utils.dataset import LabelIndex, build_index, open_index
-from utils.errors import run_cli
-from utils.forks import fork_context
-from utils.logging import get_logger
+from utils.core.errors import run_cli
+from utils.core.logging import get_logger
+from utils.data.forks import fork_context
+from utils.data.index import LabelIndex, build_index, open_index
 from utils.torch_utils import ALONE
 
 MANY, SOME, FEW = 100_000, 20_000, 1_000

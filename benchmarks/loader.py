@@ -24,17 +24,17 @@ import numpy as np
 import torch
 
 from benchmarks.measuring import Options, Row, milliseconds, ratios, run_group, take_turns
-from utils import augmentations
-from utils.config import Hyp
-from utils.data_config import load_data
-from utils.dataloaders import collate, val_loader
-from utils.dataset import LabelIndex, build_index
-from utils.errors import run_cli
-from utils.forks import keep_freed_memory
-from utils.image_cache import ImageCache
-from utils.image_lists import list_images
-from utils.order import SampleRequest
-from utils.samples import DetectionDataset, create_cache
+from utils.config.data_yaml import load_data
+from utils.config.flags import Hyp
+from utils.core.errors import run_cli
+from utils.data import augmentations
+from utils.data.dataset import DetectionDataset, create_cache
+from utils.data.forks import keep_freed_memory
+from utils.data.image_cache import ImageCache
+from utils.data.image_lists import list_images
+from utils.data.index import LabelIndex, build_index
+from utils.data.loaders import collate, val_loader
+from utils.data.sampler import SampleRequest
 from utils.torch_utils import DistEnv
 
 IMGSZ = 640

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from utils.errors import UserError
+from utils.core.errors import UserError
 
 ROUNDS = 7  # that count; one before them does not
 

@@ -16,11 +16,11 @@ from torch.optim import SGD
 
 from benchmarks.measuring import Options, Row, milliseconds, ratios, run_group, take_turns
 from models.families import YOLOV5
-from utils.config import Hyp, find_yaml, load_yaml
-from utils.errors import run_cli
-from utils.optim import build_optimizer, param_groups
-from utils.steps import CLIP_EPSILON, MAX_GRAD_NORM, Precision, guarded_step
+from utils.config.flags import Hyp, find_yaml, load_yaml
+from utils.core.errors import run_cli
 from utils.torch_utils import ModelEMA, split_global_batch
+from utils.training.optim import build_optimizer, param_groups
+from utils.training.steps import CLIP_EPSILON, MAX_GRAD_NORM, Precision, guarded_step
 
 LIMIT = 0.6
 REPEAT = 10

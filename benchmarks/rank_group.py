@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.config import ROOT
-from utils.data_config import DataConfig, load_data
-from utils.data_sets import ensure_data
-from utils.errors import UserError
-from utils.shapes import ensure_shapes
+from utils.config.data_yaml import DataConfig, load_data
+from utils.config.flags import ROOT
+from utils.core.errors import UserError
+from utils.data.fetch import ensure_data
+from utils.data.shapes import ensure_shapes
 
 START_TIMEOUT = 300  # seconds
 SHOWN_LINES = 20  # of what a process said that failed

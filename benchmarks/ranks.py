@@ -33,8 +33,8 @@ from benchmarks.rank_group import there
 from benchmarks.ranks_worker import BATCHES, Counted
 from benchmarks.scaling import MANY_EPOCHS, Settings, copy_data, make_labels
 from benchmarks.scaling_rank import cores
-from utils.config import ROOT
-from utils.errors import UserError, run_cli
+from utils.config.flags import ROOT
+from utils.core.errors import UserError, run_cli
 from utils.torch_utils import LAUNCHER_VARIABLES
 
 RANKS = 2

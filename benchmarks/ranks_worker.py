@@ -20,10 +20,10 @@ import train
 from benchmarks.scaling import in_turn
 from benchmarks.scaling_rank import WARMED_UP, cores, stay_on
 from benchmarks.train_step import Repeated
-from utils.config import TrainConfig, build_config
-from utils.console import RunClock
-from utils.dataloaders import Batch
-from utils.errors import run_cli
+from utils.config.flags import TrainConfig, build_config
+from utils.core.errors import run_cli
+from utils.data.loaders import Batch
+from utils.run.progress import RunClock
 from utils.torch_utils import DistEnv, all_reduce_sum, barrier, dist_env, process_group
 
 BATCHES = 4  # that a contestant trains on in a round

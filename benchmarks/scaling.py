@@ -39,11 +39,11 @@ from tqdm import tqdm
 from benchmarks.devices import DeviceSettings, measure_devices
 from benchmarks.rank_group import Figures, Group, there
 from benchmarks.scaling_rank import cores
-from utils.data_config import DataConfig, check_split_paths
-from utils.errors import UserError, run_cli
-from utils.image_lists import list_images
-from utils.interrupts import stops_end_the_process
-from utils.labels import label_path
+from utils.config.data_yaml import DataConfig, check_split_paths
+from utils.core.errors import UserError, run_cli
+from utils.core.signals import stops_end_the_process
+from utils.data.image_lists import list_images
+from utils.data.labels import label_path
 
 RANKS = 2
 LIMIT = 0.9  # of the rate of two independent runs, for two ranks without SyncBN

@@ -19,16 +19,17 @@ import torch
 from torch import nn
 
 import train
-from utils import run_state, sync_bn
-from utils.config import TrainConfig
-from utils.console import RunClock
-from utils.data_config import build_train_config
-from utils.dataloaders import Batch, ValLoader
-from utils.dataset import build_index
-from utils.devices import memory_usage
-from utils.errors import run_cli
-from utils.flags import given_flags
+from utils.config.command_line import given_flags
+from utils.config.data_yaml import build_train_config
+from utils.config.flags import TrainConfig
+from utils.core.devices import memory_usage
+from utils.core.errors import run_cli
+from utils.data.index import build_index
+from utils.data.loaders import Batch, ValLoader
+from utils.run import state as run_state
+from utils.run.progress import RunClock
 from utils.torch_utils import barrier, dist_env, process_group
+from utils.training import sync_bn
 
 WARMED_UP = 1_000  # an epoch after the warm-up, when windows have their full length
 # Calls of the training loop in which a rank may wait for others, by the modules that make them.

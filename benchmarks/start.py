@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.measuring import Options, Row, milliseconds, ratios, run_group, take_turns
-from utils.config import ROOT
-from utils.errors import UserError, run_cli
+from utils.config.flags import ROOT
+from utils.core.errors import UserError, run_cli
 
 ANSWER_LIMIT, STEP_LIMIT = 3.0, 1.3
 CFG, IMGSZ, BATCH = "yolov5n.yaml", 320, 16
@@ -26,7 +26,7 @@ NOTHING = "import argparse, yaml"
 FIRST_STEP = """
 import multiprocessing, os, sys
 import train
-from utils.errors import run_cli
+from utils.core.errors import run_cli
 step = train.optimizer_step
 def first(*arguments):
     step(*arguments)
@@ -39,8 +39,8 @@ run_cli(lambda: train.main(sys.argv[1:]))
 BARE_STEP = f"""
 import torch
 from models.families import YOLOV5
-from utils.config import find_yaml, load_yaml
-from utils.steps import choose_precision
+from utils.config.flags import find_yaml, load_yaml
+from utils.training.steps import choose_precision
 model = YOLOV5.build(load_yaml(find_yaml({CFG!r}, "model")), 3, ["a", "b", "c"]).to(memory_format=torch.channels_last)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 images = torch.rand({BATCH}, 3, {IMGSZ}, {IMGSZ}).to(memory_format=torch.channels_last)

@@ -26,15 +26,15 @@ from tqdm import tqdm
 
 import train
 from benchmarks.measuring import ROUNDS, Row, format_rows, ratios, write_rows
-from utils.config import TrainConfig
-from utils.console import RunClock
-from utils.data_config import build_train_config
-from utils.dataloaders import Batch
-from utils.devices import time_on
-from utils.errors import run_cli
-from utils.optim import build_optimizer
-from utils.steps import Precision
+from utils.config.data_yaml import build_train_config
+from utils.config.flags import TrainConfig
+from utils.core.devices import time_on
+from utils.core.errors import run_cli
+from utils.data.loaders import Batch
+from utils.run.progress import RunClock
 from utils.torch_utils import process_group
+from utils.training.optim import build_optimizer
+from utils.training.steps import Precision
 
 OVERHEAD_LIMIT, EPOCH_LIMIT, PLAIN_LIMIT = 1.02, 1.12, 1.5
 MANY_EPOCHS = 10_000  # so that no round is the last one

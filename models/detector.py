@@ -10,16 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from models.build import check_imgsz, fit_imgsz
 from models.families import Family
-from models.start import check_imgsz, fit_imgsz
 from models.yolo import DetectionModel
-from utils.augmentations import letterbox
-from utils.boxes import scale_boxes
-from utils.config import DetectConfig
-from utils.data_config import load_data
-from utils.devices import time_on
-from utils.errors import Problems, UserError
-from utils.logging import get_logger
+from utils.config.data_yaml import load_data
+from utils.config.flags import DetectConfig
+from utils.core.devices import time_on
+from utils.core.errors import Problems, UserError
+from utils.core.logging import get_logger
+from utils.data.augmentations import letterbox
+from utils.metrics.boxes import scale_boxes
 
 SHOWN_NAMES = 4  # in a message
 

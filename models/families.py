@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.looks import augmented_anchors
+from models.foreign_weights import read_weights
+from models.tta import augmented_anchors
 from models.yolo import DetectionModel, load_state
-from utils import autoanchor
-from utils.boxes import non_max_suppression
-from utils.config import SHIPPED, Hyp
-from utils.dataset import LabelIndex
-from utils.downloads import fetch_weights
-from utils.errors import UserError
-from utils.logging import get_logger
-from utils.loss import DetectionLoss
+from utils.config.flags import SHIPPED, Hyp
+from utils.core.errors import UserError
+from utils.core.logging import get_logger
+from utils.data.downloads import fetch_weights
+from utils.data.index import LabelIndex
+from utils.metrics.boxes import non_max_suppression
 from utils.torch_utils import DistEnv, once
-from utils.weights import read_weights
+from utils.training import autoanchor
+from utils.training.loss import DetectionLoss
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def load_weights(path: Path, env: DistEnv, flag: str = "--weights") -> dict[str,
         flag: that named it, for messages; may be ''.
 
     Returns:
-        A checkpoint of this program, or what `utils.weights.read_weights` makes of weights from elsewhere.
+        A checkpoint of this program, or what `models.foreign_weights.read_weights` makes of weights from elsewhere.
 
     Raises:
         UserError: the file is damaged or holds no weights; where the name of a shipped network, such as yolov5s.pt, is

@@ -4,10 +4,10 @@ import torch
 
 from models.costs import saved_bytes
 from models.yolo import DetectionModel
-from utils.errors import UserError
-from utils.image_cache import free_memory
-from utils.steps import BufferSnapshot, Precision
+from utils.core.errors import UserError
+from utils.data.image_cache import free_memory
 from utils.torch_utils import DistEnv
+from utils.training.steps import BufferSnapshot, Precision
 
 TRAINED_COPIES = 2  # of the weights that are trained: gradient and momentum
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from models.common import C3, SPP, SPPF, Bottleneck, Concat, Conv
 from models.head import Detect
-from utils.errors import UserError
+from utils.core.errors import UserError
 
 PROBE_SIDE = 256
 """Side in pixels of the image that rows are tried on: a multiple of every stride up to 256."""

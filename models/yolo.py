@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from models.head import Detect
 from models.parser import CHANNELS, parse_model
-from utils.errors import UserError
+from utils.core.errors import UserError
 
 
 class DetectionModel(nn.Module):

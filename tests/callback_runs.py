@@ -20,7 +20,12 @@ from torch import nn
 import train
 from models.yolo import DetectionModel
 from tests.runs import torch_settings_kept
-from utils.callbacks import (
+from utils.config.command_line import given_flags
+from utils.config.data_yaml import build_train_config
+from utils.config.flags import TrainConfig
+from utils.core.errors import run_cli
+from utils.dist.launch import as_worker
+from utils.run.callbacks import (
     STOP,
     Callback,
     CheckpointSaved,
@@ -30,11 +35,6 @@ from utils.callbacks import (
     TrainEnd,
     TrainStart,
 )
-from utils.config import TrainConfig
-from utils.data_config import build_train_config
-from utils.errors import run_cli
-from utils.flags import given_flags
-from utils.launch import as_worker
 from utils.torch_utils import process_group
 
 IMAGES = 8

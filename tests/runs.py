@@ -18,7 +18,7 @@ import torch
 import train
 from models.yolo import DetectionModel
 from tests.common import PROJECT
-from utils.resume import RESUMABLE_FLAGS
+from utils.run.resume import RESUMABLE_FLAGS
 from utils.torch_utils import load_checkpoint
 
 CHILD_ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -18,7 +18,7 @@ from benchmarks.scaling import SIDE_BY_SIDE, SYNC_BN, TWO_RANKS, Bench, Settings
 from benchmarks.scaling_rank import cores
 from tests.common import PROJECT
 from tests.runs import CHILD_ENVIRONMENT, make_data, torch_settings_kept
-from utils.errors import UserError
+from utils.core.errors import UserError
 
 
 def settings(data: Path, **changes: Any) -> Settings:

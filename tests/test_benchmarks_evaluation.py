@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks import evaluation
-from utils.boxes import non_max_suppression
-from utils.errors import UserError
+from utils.core.errors import UserError
+from utils.metrics.boxes import non_max_suppression
 
 
 def test_split() -> None:

@@ -10,8 +10,8 @@ import torch
 from benchmarks import loader
 from benchmarks.measuring import Options
 from tests.runs import torch_settings_kept
-from utils import augmentations
-from utils.image_cache import ImageCache
+from utils.data import augmentations
+from utils.data.image_cache import ImageCache
 
 
 def test_photos_are_like_photos(tmp_path: Path) -> None:

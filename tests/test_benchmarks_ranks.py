@@ -18,7 +18,7 @@ from benchmarks.ranks_worker import Counted, in_every_batch
 from benchmarks.scaling_rank import cores
 from tests.common import PROJECT
 from tests.runs import CHILD_ENVIRONMENT, make_data
-from utils.errors import UserError
+from utils.core.errors import UserError
 
 TINY = ranks.Size("yolov5n.yaml", 64, 1)
 two_cores = pytest.mark.skipif(len(cores()) < 2, reason="two ranks need a core each")

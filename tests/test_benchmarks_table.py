@@ -12,7 +12,7 @@ import torch
 from benchmarks.measuring import Row, format_rows, ratios, take_turns, write_rows
 from tests.common import PROJECT
 from tests.runs import CHILD_ENVIRONMENT
-from utils.errors import USER_ERROR
+from utils.core.errors import USER_ERROR
 
 
 def benchmarks(*words: str) -> subprocess.CompletedProcess[str]:

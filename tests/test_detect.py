@@ -22,12 +22,12 @@ import detect
 from models.detector import fit
 from models.yolo import DetectionModel, load_state
 from tests.common import PROJECT, SHARED, needs_shared
-from tests.test_sources import Handler, Server, exif_rotated, make_video, picture, pipe, write
-from utils import detection_files
-from utils.config import DetectConfig, load_yaml, parse_detect
-from utils.detection_files import DetectionFiles, check_codec
-from utils.errors import UserError
-from utils.sources import Frame, Source, safe_name
+from tests.inference.test_sources import Handler, Server, exif_rotated, make_video, picture, pipe, write
+from utils.config.flags import DetectConfig, load_yaml, parse_detect
+from utils.core.errors import UserError
+from utils.inference import detection_files
+from utils.inference.detection_files import DetectionFiles, check_codec
+from utils.inference.sources import Frame, Source, safe_name
 from utils.torch_utils import save_checkpoint
 
 NAMES = ["cat", "traffic light", "a/b"]

@@ -3,7 +3,7 @@
 import re
 
 from tests.common import PROJECT
-from utils.resume import RESUMABLE_FLAGS, SILENT
+from utils.run.resume import RESUMABLE_FLAGS, SILENT
 
 PAGE = (PROJECT / "docs/faults.md").read_text()
 

@@ -9,12 +9,12 @@ import pytest
 
 from models.costs import count_flops
 from tests.common import PROJECT, golden
-from tests.test_costs import NETWORKS, network
+from tests.models.test_costs import NETWORKS, network
 from tests.test_layering import imported_names, project_modules
 from utils import torch_utils
-from utils.config import TrainConfig
-from utils.errors import UserError
-from utils.flags import given_flags
+from utils.config.command_line import given_flags
+from utils.config.flags import TrainConfig
+from utils.core.errors import UserError
 
 PAGE = (PROJECT / "docs/guarantees.md").read_text()
 README = (PROJECT / "README.md").read_text()

@@ -17,8 +17,8 @@ import train
 import val
 from models.families import YOLOV5
 from tests.common import PROJECT
-from utils.config import find_yaml, load_yaml
-from utils.errors import run_cli
+from utils.config.flags import find_yaml, load_yaml
+from utils.core.errors import run_cli
 from utils.torch_utils import save_checkpoint
 
 SCRIPTS = {"train.py": train.main, "val.py": val.main, "detect.py": detect.main}

@@ -30,11 +30,11 @@ from tests.dist.conftest import marked, marked_processes, nothing_left  # noqa: 
 from tests.dist.launch import free_port, torchrun
 from tests.runs import make_data
 from tests.test_detect import checkpoint
-from utils.callbacks import Callback
-from utils.config import TrainConfig
-from utils.errors import UserError
-from utils.flags import given_keywords
-from utils.jobs import JOB, job_folder, read_job, write_job
+from utils.config.command_line import given_keywords
+from utils.config.flags import TrainConfig
+from utils.core.errors import UserError
+from utils.dist.job_files import JOB, job_folder, read_job, write_job
+from utils.run.callbacks import Callback
 from utils.torch_utils import load_checkpoint, save_checkpoint
 
 SLOW = pytest.mark.slow
@@ -284,7 +284,7 @@ def test_class_in_a_script_without_guard(data: Path, tmp_path: Path) -> None:
     assert others in (["imported __mp_main__"], ["imported __mp_main__"] * 2), "the first worker's word ends the second"
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.endswith(
-        "utils.errors.UserError: a callback is defined in the script that trains, so every worker imports that script, "
+        "utils.core.errors.UserError: a callback is defined in the script that trains, so every worker imports that script, "
         "and the training in it must not start again: put it behind a guard\n\n"
         '    if __name__ == "__main__":\n'
         '        YOLO(...).train(..., device="0,1")\n\n'

@@ -17,13 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from utils import steps
-from utils.config import Hyp
-from utils.devices import memory_usage, parse_device, time_on, to_device, upload
-from utils.errors import UserError
-from utils.optim import build_optimizer
-from utils.seeds import rng_state, seed_everything, set_rng_state
-from utils.steps import BufferSnapshot, Precision, choose_precision, guarded_step
+from utils.config.flags import Hyp
+from utils.core.devices import memory_usage, parse_device, time_on, to_device, upload
+from utils.core.errors import UserError
+from utils.core.seeds import rng_state, seed_everything, set_rng_state
 from utils.torch_utils import (
     LAUNCHER_VARIABLES,
     BatchPlan,
@@ -48,6 +45,9 @@ from utils.torch_utils import (
     split_global_batch,
     start_all_reduce_sum,
 )
+from utils.training import steps
+from utils.training.optim import build_optimizer
+from utils.training.steps import BufferSnapshot, Precision, choose_precision, guarded_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SLURM = (

@@ -32,14 +32,14 @@ from tests.runs import (
     torch_settings_kept,
     train_here,
 )
-from utils.checkpoint_files import non_finite
-from utils.config import TrainConfig
-from utils.console import RunClock
-from utils.data_config import build_train_config
-from utils.errors import NO_PROGRESS, DivergedError, NotWrittenError, UserError, ended_by
-from utils.flags import given_flags
-from utils.resume import RESUMABLE_FLAGS, STATE_KEYS
-from utils.run_events import train_start
+from utils.checkpoints.files import non_finite
+from utils.config.command_line import given_flags
+from utils.config.data_yaml import build_train_config
+from utils.config.flags import TrainConfig
+from utils.core.errors import NO_PROGRESS, DivergedError, NotWrittenError, UserError, ended_by
+from utils.run.events import train_start
+from utils.run.progress import RunClock
+from utils.run.resume import RESUMABLE_FLAGS, STATE_KEYS
 from utils.torch_utils import load_checkpoint, process_group, save_checkpoint
 
 FIGURES = ["metrics/precision", "metrics/recall", "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"]

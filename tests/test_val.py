@@ -19,14 +19,14 @@ from models.families import YOLOV5
 from models.yolo import DetectionModel
 from tests.common import PROJECT, SHARED, copy_shared, needs_shared
 from tests.runs import launch, make_data
-from utils.config import Hyp, ValConfig
-from utils.data_config import load_data
-from utils.dataloaders import val_loader
-from utils.dataset import open_splits
-from utils.errors import UserError
-from utils.image_cache import ImageCache
-from utils.metrics import ImageResult
-from utils.samples import DetectionDataset
+from utils.config.data_yaml import load_data
+from utils.config.flags import Hyp, ValConfig
+from utils.core.errors import UserError
+from utils.data.dataset import DetectionDataset
+from utils.data.image_cache import ImageCache
+from utils.data.index import open_splits
+from utils.data.loaders import val_loader
+from utils.metrics.average_precision import ImageResult
 from utils.torch_utils import process_group, save_checkpoint
 
 NAMES = ["RBC", "WBC", "Platelets"]
@@ -101,7 +101,7 @@ def test_what_is_said_and_written(bccd: Measured) -> None:
 
 @needs_shared
 def test_pycocotools(bccd: Measured) -> None:
-    """The same detections scored by COCO's own code; `utils.metrics` says what the differences come from."""
+    """The same detections scored by COCO's own code; `utils.metrics.average_precision` says what the differences come from."""
     pytest.importorskip("pycocotools")
     ours = bccd.evaluation.metrics
     theirs = coco_ap(bccd.evaluation.images, 3)  # (3, 10)

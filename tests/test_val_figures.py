@@ -12,12 +12,12 @@ import pytest
 
 import val
 from lockstep import Results
+from tests.run.test_loggers import read_scalars
 from tests.runs import flags, make_data, train_here
-from tests.test_loggers import read_scalars
 from tests.test_val import saved, yolov5n
-from utils.config import ValConfig
-from utils.data_config import load_data
-from utils.dataset import open_splits
+from utils.config.data_yaml import load_data
+from utils.config.flags import ValConfig
+from utils.data.index import open_splits
 from utils.torch_utils import load_checkpoint
 
 DENSE = 301  # labels of one image

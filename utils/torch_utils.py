@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.rendezvous import rendezvous
 
-from utils.checkpoint_files import check_finite, load_checkpoint, previous_path, write_checkpoint
-from utils.devices import as_typed, parse_device
-from utils.errors import ENDS, DivergedError, LostPeerError, Problems, UserError
-from utils.heartbeat import begun, collective, waiting
-from utils.interrupts import stops_need_no_python, stops_reach_c
-from utils.logging import get_logger
-from utils.network import interface_towards, ipv4_addresses
-from utils.slurm import SlurmPlace, check_launched_once, slurm_place
+from utils.checkpoints.files import check_finite, load_checkpoint, previous_path, write_checkpoint
+from utils.core.devices import as_typed, parse_device
+from utils.core.errors import ENDS, DivergedError, LostPeerError, Problems, UserError
+from utils.core.heartbeat import begun, collective, waiting
+from utils.core.logging import get_logger
+from utils.core.signals import stops_need_no_python, stops_reach_c
+from utils.dist.interfaces import interface_towards, ipv4_addresses
+from utils.dist.slurm import SlurmPlace, check_launched_once, slurm_place
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)

@@ -25,8 +25,8 @@ import train
 from models.yolo import DetectionModel
 from tests.dist.launch import free_port, torchrun
 from tests.runs import torch_settings_kept
-from utils.errors import UserError
-from utils.launch import as_worker
+from utils.core.errors import UserError
+from utils.dist.launch import as_worker
 
 
 @dataclass

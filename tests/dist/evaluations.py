@@ -17,12 +17,12 @@ import numpy as np
 
 import val
 from tests.dist.launch import free_port, torchrun
-from utils.config import Hyp, ValConfig
-from utils.dataloaders import val_loader
-from utils.image_cache import ImageCache
-from utils.inputs import read_val_inputs
-from utils.launch import as_worker
-from utils.samples import DetectionDataset
+from utils.config.flags import Hyp, ValConfig
+from utils.data.dataset import DetectionDataset
+from utils.data.image_cache import ImageCache
+from utils.data.loaders import val_loader
+from utils.dist.launch import as_worker
+from utils.run.inputs import read_val_inputs
 from utils.torch_utils import DistEnv, process_group
 
 

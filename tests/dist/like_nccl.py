@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from utils.launch import as_worker
+from utils.dist.launch import as_worker
 from utils.torch_utils import all_gather_objects, barrier, process_group
 
 PATIENCE = 20.0  # seconds that a rank waits at the end

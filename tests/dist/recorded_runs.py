@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import train
-from utils.config import TrainConfig
-from utils.console import RunClock
-from utils.data_config import build_train_config
-from utils.dataloaders import Batch
-from utils.flags import given_flags
-from utils.launch import as_worker
-from utils.run_events import train_start
-from utils.run_state import Run
+from utils.config.command_line import given_flags
+from utils.config.data_yaml import build_train_config
+from utils.config.flags import TrainConfig
+from utils.data.loaders import Batch
+from utils.dist.launch import as_worker
+from utils.run.events import train_start
+from utils.run.progress import RunClock
+from utils.run.state import Run
 from utils.torch_utils import DistEnv, barrier, gather_objects, once, process_group
 
 

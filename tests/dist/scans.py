@@ -10,10 +10,10 @@ import os
 import sys
 from pathlib import Path
 
-from utils.data_config import load_data
-from utils.dataset import open_splits
-from utils.errors import UserError
-from utils.launch import as_worker
+from utils.config.data_yaml import load_data
+from utils.core.errors import UserError
+from utils.data.index import open_splits
+from utils.dist.launch import as_worker
 from utils.torch_utils import process_group
 
 

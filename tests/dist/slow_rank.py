@@ -14,11 +14,11 @@ from pathlib import Path
 
 import train
 from benchmarks.scaling_rank import WARMED_UP, Rank, cores
-from utils.config import TrainConfig
-from utils.data_config import build_train_config
-from utils.dataloaders import Batch
-from utils.flags import given_flags
-from utils.launch import as_worker
+from utils.config.command_line import given_flags
+from utils.config.data_yaml import build_train_config
+from utils.config.flags import TrainConfig
+from utils.data.loaders import Batch
+from utils.dist.launch import as_worker
 from utils.torch_utils import process_group
 
 PLACES = ("nowhere", "loader", "forward", "backward", "step")

@@ -13,13 +13,13 @@ import sys
 import torch
 
 import train
-from utils import command
-from utils.callbacks import Callback, CheckpointSaved, TrainStart
-from utils.config import TrainConfig
-from utils.errors import run_cli
-from utils.flags import given_flags
-from utils.interrupts import stops_end_the_process
-from utils.launch import as_worker
+from utils.config.command_line import given_flags
+from utils.config.flags import TrainConfig
+from utils.core.errors import run_cli
+from utils.core.signals import stops_end_the_process
+from utils.dist.launch import as_worker
+from utils.run import settings as command
+from utils.run.callbacks import Callback, CheckpointSaved, TrainStart
 from utils.torch_utils import dist_env, process_group
 
 

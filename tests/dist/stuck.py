@@ -22,14 +22,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import train
 from models.yolo import DetectionModel
-from utils import command
-from utils.callbacks import Callback, EpochEnd, Stop
-from utils.config import TrainConfig
-from utils.errors import run_cli
-from utils.flags import given_flags
-from utils.heartbeat import Phase, own
-from utils.interrupts import stops_end_the_process
-from utils.launch import as_worker, launch, say
+from utils.config.command_line import given_flags
+from utils.config.flags import TrainConfig
+from utils.core.errors import run_cli
+from utils.core.heartbeat import Phase, own
+from utils.core.signals import stops_end_the_process
+from utils.dist.launch import as_worker, launch, say
+from utils.run import settings as command
+from utils.run.callbacks import Callback, EpochEnd, Stop
 from utils.torch_utils import dist_env, process_group
 
 LONG = 10_000  # seconds

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from utils.launch import as_worker
-from utils.sync_bn import SyncBatchNorm, average_buffers, convert_sync_bn
+from utils.dist.launch import as_worker
 from utils.torch_utils import DistEnv, all_gather_objects, all_reduce_sum, process_group
+from utils.training.sync_bn import SyncBatchNorm, average_buffers, convert_sync_bn
 
 Figures = dict[str, Any]
 SHARES = (1, 3, 2, 5)  # images on each rank

@@ -37,7 +37,9 @@ def test_machines_with_other_code(tmp_path: Path) -> None:
         shutil.copytree(PROJECT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in [*PROJECT.glob("*.py"), PROJECT / "pyproject.toml"]:
         shutil.copy(path, copy)
-    (copy / "utils/loss.py").write_text((copy / "utils/loss.py").read_text() + "# changed on this machine\n")
+    (copy / "utils/training/loss.py").write_text(
+        (copy / "utils/training/loss.py").read_text() + "# changed on this machine\n"
+    )
     line = flags(make_data(tmp_path / "data"), tmp_path, "--epochs 1")
     port = str(free_port())
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--nnodes", "2"]

@@ -17,14 +17,14 @@ import yaml
 
 import train
 from models import families
+from models.build import check_launchable
 from models.families import YOLOV5
-from models.start import check_launchable
 from tests.common import PROJECT
 from tests.dist.conftest import marked_processes
 from tests.dist.launch import free_port, torchrun
 from tests.runs import differences, flags, launch, make_data, results
-from utils.config import TrainConfig
-from utils.errors import UserError
+from utils.config.flags import TrainConfig
+from utils.core.errors import UserError
 from utils.torch_utils import load_checkpoint, save_checkpoint
 
 LIMIT = 600.0  # seconds; a healthy run takes 10

@@ -16,9 +16,9 @@ import yaml
 from tests.common import PROJECT
 from tests.dist.launch import descendants, free_port
 from tests.dist.machines import Machine, all_ended, started, torchrun_line
+from tests.models.test_build import SPEC
 from tests.runs import flags, make_data
-from tests.test_start import SPEC
-from utils.checkpoint_files import load_checkpoint
+from utils.checkpoints.files import load_checkpoint
 
 GROUPS = Path("/sys/fs/cgroup")
 DIST_TIMEOUT = 8

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import pytest
 from torch import nn
 
+from models.build import choose_sync_bn
 from models.families import YOLOV3, YOLOV5
-from models.start import choose_sync_bn
 from models.yolo import DetectionModel
 from tests.common import PROJECT
 from tests.dist.commands import Case, Seen, run_commands
 from tests.dist.launch import free_port, torchrun
 from tests.dist.machines import Machine, Network, network
+from tests.models.test_build import SPEC
 from tests.runs import differences, flags, make_data, train_here
-from tests.test_start import SPEC
-from utils.checkpoint_files import load_checkpoint
-from utils.network import interface_towards, ipv4_addresses
+from utils.checkpoints.files import load_checkpoint
+from utils.dist.interfaces import interface_towards, ipv4_addresses
 from utils.torch_utils import split_global_batch
 
 TRAIN = PROJECT / "train.py"

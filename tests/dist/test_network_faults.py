@@ -27,9 +27,9 @@ from tests.dist.machines import (
     started,
     torchrun_line,
 )
+from tests.models.test_build import SPEC
 from tests.runs import assert_same_run, flags, make_data
-from tests.test_start import SPEC
-from utils.checkpoint_files import load_checkpoint
+from utils.checkpoints.files import load_checkpoint
 
 TRAIN = PROJECT / "train.py"
 FIRST = "10.77.0.1"

@@ -7,7 +7,7 @@ import pytest
 
 from tests.dist.recorded_runs import Case, Record
 from tests.dist.test_parity import draw_data, flags, launch
-from utils.checkpoint_files import non_finite
+from utils.checkpoints.files import non_finite
 from utils.torch_utils import load_checkpoint
 
 SPOILED = 2  # window, the first of the second epoch: micro-batches 4 and 5

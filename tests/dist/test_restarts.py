@@ -15,10 +15,10 @@ import yaml
 
 from tests.common import PROJECT
 from tests.dist.launch import HEADER, kill, ranks_of, start, wait_for
+from tests.models.test_build import SPEC
 from tests.runs import CHILD_ENVIRONMENT, assert_same_run, flags, make_data
-from tests.test_start import SPEC
-from utils.errors import DivergedError
-from utils.restarts import Life, begin_life, find_own_run
+from utils.core.errors import DivergedError
+from utils.run.restarts import Life, begin_life, find_own_run
 
 LIMIT = 300
 LINE = "--batch 4 --epochs 3 --patience 0 --save-steps 2 --max-restarts 2"

@@ -21,9 +21,9 @@ import yaml
 from torch import Tensor
 
 from tests.dist.launch import HEADER, descendants, free_port, kill, ranks_of, start, torchrun, wait_for
+from tests.models.test_build import SPEC
 from tests.runs import assert_same_run, flags, make_data, results, train_here
-from tests.test_start import SPEC
-from utils.errors import UserError
+from utils.core.errors import UserError
 from utils.torch_utils import load_checkpoint
 
 LIMIT = 240  # seconds for a run of about ten

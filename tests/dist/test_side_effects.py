@@ -16,8 +16,8 @@ from tests.dist.commands import Case, run_commands, see
 from tests.dist.launch import free_port, torchrun
 from tests.dist.watched import Event, events
 from tests.runs import flags, make_data, results
-from utils.data_config import load_data
-from utils.dataset import open_splits
+from utils.config.data_yaml import load_data
+from utils.data.index import open_splits
 
 LIMIT = 480.0  # seconds; on an idle machine ten are enough
 RANKS = 2

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist.launch import free_port, torchrun
 from tests.dist.sync_bn_worker import LAYERS, network
-from utils.sync_bn import average_statistics, convert_sync_bn
 from utils.torch_utils import ALONE, DistEnv
+from utils.training.sync_bn import average_statistics, convert_sync_bn
 
 # Largest errors of outputs, of their gradients, and of what is in float32 at least: sums and statistics.
 TOLERANCES = {

@@ -17,7 +17,7 @@ from tests.dist.evaluations import Case, Part, bits, evaluate_here, evaluate_on_
 from tests.dist.launch import free_port, torchrun
 from tests.runs import flags, make_data, results
 from tests.test_val import NAMES, saved, yolov5n
-from utils.checkpoint_files import load_checkpoint
+from utils.checkpoints.files import load_checkpoint
 from utils.torch_utils import process_group
 
 LIMIT = 480.0  # seconds; on an idle machine ten are enough

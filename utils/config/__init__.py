@@ -1,0 +1,1 @@
+"""What a run is told: flags, recipes, YAML files. Imports no torch."""

@@ -1,0 +1,870 @@
+"""What a run is told: flags and hyperparameters, each default written once, as a dataclass field.
+
+Imports the standard library and yaml only, so that ``--help`` and a wrong flag cost no torch import.
+``python -m utils.config.flags`` prints the flags as the page docs/flags.md.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import re
+import stat
+import sys
+import tempfile
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import yaml
+
+from utils.config.command_line import check_values, flag, flags_page, given_flags
+from utils.core.errors import Problems, UserError, nearest, nearest_file, report
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = {"data": ROOT / "data", "hyp": ROOT / "data" / "hyps", "model": ROOT / "models"}
+SPLITS = ("train", "val", "test")
+LOGGERS = ("csv", "jsonl", "tensorboard")  # where the figures of a run can go
+VIDEO_CODECS = ("avc1", "vp09", "mp4v")  # H.264 and VP9, which browsers play; MPEG-4 part 2
+METRICS = ("fitness", "mAP50", "mAP50-95", "precision", "recall", "F1")  # of a validation: what can be best
+
+LARGEST_IMGSZ = 1 << 14  # pixels; a square of this side has as many as the largest image that is read
+LARGEST_YAML = 1 << 21  # bytes; the names of the 21,841 classes of ImageNet have half a million
+LONGEST_NAME = 250  # bytes; file systems take 255, and a run's number comes behind its name
+
+MAX_DET = 300  # detections of an image in a validation; more where images have many labels
+# Shipped recipes and the optimizer that their learning rates are for; see `load_recipe`.
+SHIPPED_RECIPES = {
+    "hyp.scratch-low.yaml": "SGD",
+    "hyp.scratch-med.yaml": "SGD",
+    "hyp.scratch-high.yaml": "SGD",
+    "hyp.no-augmentation.yaml": "SGD",
+    "hyp.VOC.yaml": "SGD",
+    "hyp.Objects365.yaml": "SGD",
+    "hyp.shapes.yaml": "AdamW",
+}
+ADAM_LR0 = 0.001  # where Adam and AdamW usually start, PyTorch's default (ultralytics/yolov5#8234, #5284)
+
+SPEED_THRESHOLDS = (0.25, 0.45)  # confidence and IoU of val.py --task speed: those of detect.py
+
+Config = TypeVar("Config")
+
+
+# Features that YOLOv5 users know and that come later. Named here they are one clear error instead of a silent no-op;
+# delete a line when its feature arrives. Keys: a flag, or a flag with one of its values.
+TRAIN_NOT_YET = {
+    "--cache val": "the image cache holds every split or none; use --cache ram, disk or off",
+    "--image-weights": "every image is drawn once per epoch so far",
+    "--evolve": "hyperparameters are not searched so far; pick a file with --hyp",
+    "--evolve_population": "hyperparameters are not searched so far; pick a file with --hyp",
+    "--resume_evolve": "hyperparameters are not searched so far; pick a file with --hyp",
+    "--bucket": "results are written to the run folder only; copy that",
+    "--quad": "batches hold single images only; use a larger --imgsz instead",
+    "--entity": "no hosted logger is built in; results are in results.csv",
+    "--upload_dataset": "no hosted logger is built in; results are in results.csv",
+    "--bbox_interval": "no hosted logger is built in; results are in results.csv",
+}
+VAL_NOT_YET = {
+    "--task study": "validation reports figures of a split so far; use --task train, val, test or speed",
+    "--save-hybrid": "detections are scored, not written, so far",
+    "--dnn": "only PyTorch checkpoints are read so far",
+}
+DETECT_NOT_YET = {
+    "--device A,B": "detection runs on one device; name a single one, such as 0, cuda:0, mps or cpu",
+    "--update": "best.pt is without its optimizer already; leave the flag out",
+    "--dnn": "only PyTorch checkpoints are read so far",
+    "--visualize": "feature maps are not drawn so far",
+}
+
+TRAIN_EXAMPLES = """Train a detector.
+
+examples:
+  python train.py                                         a small network on built-in drawn data
+  python train.py --data my.yaml --cfg yolov5s.yaml --imgsz 640 --epochs 100
+  python train.py --data my.yaml --weights best.pt        start from a checkpoint
+  python train.py --resume                                go on with the newest stopped run"""
+VAL_EXAMPLES = """Measure a checkpoint (--weights) on a split of a data set.
+
+examples:
+  python val.py --weights runs/train/exp/weights/best.pt
+  python val.py --weights best.pt --data my.yaml --imgsz 640 --task test"""
+
+DETECT_EXAMPLES = """Find objects in images, videos and streams (--source).
+
+examples:
+  python detect.py --weights runs/train/exp/weights/best.pt                 the pictures in data/images
+  python detect.py --weights best.pt --source photo.jpg                     an image or a video
+  python detect.py --weights best.pt --source photos --save-txt --nosave    a folder; text files only
+  python detect.py --weights best.pt --source 'photos/**/*.jpg'             a pattern
+  python detect.py --weights best.pt --source list.txt                      files, one in each line
+  python detect.py --weights best.pt --source 0 --view-img                  a camera by its number
+  python detect.py --weights best.pt --source rtsp://host/stream            or http, https, rtmp
+  python detect.py --weights best.pt --source list.streams                  several of these at once"""
+
+
+AUTOMATIC = -1  # of --batch-size: what fits
+
+
+def _gain(default: float, low: float, high: float) -> float:
+    """One hyperparameter as a dataclass field with its inclusive range."""
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+@dataclass
+class Hyp:
+    """Hyperparameters of a recipe; the defaults are the recipe scratch-low, also for keys that a file leaves out."""
+
+    lr0: float = _gain(0.01, 0, 10)  # initial learning rate
+    lrf: float = _gain(0.01, 0, 1)  # final learning rate as a share of lr0
+    momentum: float = _gain(0.937, 0, 0.9999)  # of SGD; beta 1 of Adam
+    weight_decay: float = _gain(0.0005, 0, 1)
+    warmup_epochs: float = _gain(3.0, 0, 1000)
+    warmup_momentum: float = _gain(0.8, 0, 0.9999)
+    warmup_bias_lr: float = _gain(0.1, 0, 10)
+    box: float = _gain(0.05, 0, 1000)  # loss gains
+    cls: float = _gain(0.5, 0, 1000)
+    cls_pw: float = _gain(1.0, 0, 1000)  # weight of positives in the class loss
+    obj: float = _gain(1.0, 0, 1000)
+    obj_pw: float = _gain(1.0, 0, 1000)
+    iou_t: float = _gain(0.2, 0, 1)  # read for YOLOv5's sake; no loss uses it
+    anchor_t: float = _gain(4.0, 1, 100)  # largest side ratio at which a target matches an anchor
+    fl_gamma: float = _gain(0.0, 0, 10)  # focal loss; 0 = off
+    hsv_h: float = _gain(0.015, 0, 1)
+    hsv_s: float = _gain(0.7, 0, 1)
+    hsv_v: float = _gain(0.4, 0, 1)
+    degrees: float = _gain(0.0, 0, 180)
+    translate: float = _gain(0.1, 0, 1)
+    scale: float = _gain(0.5, 0, 0.99)  # factor uniform in 1 +- scale; at 1 an image could vanish
+    shear: float = _gain(0.0, 0, 89)  # degrees
+    perspective: float = _gain(0.0, 0, 0.01)
+    flipud: float = _gain(0.0, 0, 1)  # from here on probabilities
+    fliplr: float = _gain(0.5, 0, 1)
+    mosaic: float = _gain(1.0, 0, 1)
+    mixup: float = _gain(0.0, 0, 1)
+    copy_paste: float = _gain(0.0, 0, 1)  # share of the objects with polygon labels
+    anchors: float = _gain(0.0, 0, 10)  # per level, rounded; 0 = as many as the network's YAML says
+
+
+@dataclass
+class TrainConfig:
+    """Flags of train.py."""
+
+    script: ClassVar[str] = "train.py"
+    examples: ClassVar[str] = TRAIN_EXAMPLES
+    not_yet: ClassVar[dict[str, str]] = TRAIN_NOT_YET
+    not_planned: ClassVar[tuple[str, ...]] = ("--bucket", "--quad")
+    elsewhere: ClassVar[dict[str, str]] = {
+        item.name: f"a hyperparameter: write {item.name} into a YAML file and give that as --hyp (hyp=... from Python)"
+        for item in dataclasses.fields(Hyp)
+    }
+
+    weights: str = flag("", "model", "checkpoint to start from; '' = from scratch", metavar="FILE")
+    cfg: str = flag(
+        "yolov5n.yaml", "model", "network YAML; with --weights the checkpoint's own unless given", metavar="FILE"
+    )
+    freeze: list[int] = flag(  # noqa: RUF009
+        [0],
+        "model",
+        "keep layers as they are, BatchNorm's statistics too: N = layers 0 to N-1; several = exactly these",
+        low=0,
+        metavar="N",
+    )
+    noautoanchor: bool = flag(False, "model", "keep the anchors even if they fit the labels badly")
+
+    data: str = flag(
+        "shapes.yaml",
+        "data",
+        "data set YAML, a path or a shipped name; with --weights what they were trained on unless given",
+        metavar="FILE",
+    )
+    imgsz: int = flag(
+        640,
+        "data",
+        "image size in pixels, rounded up to a multiple of the stride",
+        "--img",
+        "--img-size",
+        low=32,
+        high=LARGEST_IMGSZ,
+    )
+    single_cls: bool = flag(False, "data", "train all classes as one")
+    strict: bool = flag(False, "data", "stop at any problem of images and labels instead of leaving it out")
+    allow_download_script: bool = flag(
+        False, "data", "run the script that a data set YAML has under download, if the data set is not there"
+    )
+    rect: bool = flag(False, "data", "rectangular batches of similar aspect ratio, without mosaic")
+    multi_scale: bool = flag(False, "data", "another size for each batch, 0.5 to 1.5 times --imgsz")
+    cache: str = flag(
+        "ram",
+        "data",
+        "keep decoded images in memory or on disk, as many as fit",
+        const="ram",
+        choices=("ram", "disk", "off"),
+    )
+    workers: int = flag(8, "data", "most loader processes of a rank; 0 = load in the training process", low=0)
+
+    epochs: int = flag(100, "training", "passes over the training split", low=1)
+    batch_size: int = flag(
+        16,
+        "training",
+        "images per forward and backward pass, over all devices; -1 = what fits",
+        "--batch",
+        low=1,
+        also=AUTOMATIC,
+    )
+    nbs: int = flag(64, "training", "nominal batch: gradients are accumulated up to about so many images", low=1)
+    hyp: str = flag("hyp.scratch-low.yaml", "training", "hyperparameter YAML, a path or a shipped name", metavar="FILE")
+    optimizer: str = flag("SGD", "training", "optimizer", choices=("SGD", "Adam", "AdamW"))
+    label_smoothing: float = flag(
+        0.0, "training", "class targets are 1 - X/2 and X/2 instead of 1 and 0", low=0, high=1
+    )
+    cos_lr: bool = flag(False, "training", "cosine learning rate schedule instead of a linear one")
+    patience: int = flag(100, "training", "stop after so many epochs without a better --metric; 0 = never", low=0)
+    seed: int = flag(0, "training", "order, augmentation and initial weights follow from it", low=0, high=2**32 - 1)
+    resume: bool | str = flag(
+        False, "training", "go on with a run: its folder or checkpoint, bare the newest", const=True, metavar="RUN"
+    )
+
+    time_limit: str = flag(
+        "",
+        "training",
+        "save, stop and exit with 143 after so long: 90m, 3h30m, 1-12:00:00; --resume goes on",
+        metavar="TIME",
+    )
+
+    noval: bool = flag(False, "validation", "validate after the last epoch only")
+    val_period: int = flag(1, "validation", "validate after every N-th epoch and the last one", low=1)
+    metric: str = flag(
+        "fitness",
+        "validation",
+        "what best.pt and --patience follow; fitness = 0.1 mAP50 + 0.9 mAP50-95",
+        choices=METRICS,
+    )
+    val_batch: int = flag(0, "validation", "images per validation batch; 0 = the smaller of --batch-size and 32", low=0)
+
+    device: str = flag(
+        "",
+        "device",
+        "cpu, mps, a GPU as 0 or cuda:0, '' for the best one; several, as 0,1 or all or cpu,cpu, get a process each",
+    )
+    sync_bn: bool | None = flag(
+        None, "device", "BatchNorm over the images of all ranks; automatic = as the network family has it (YOLOv5: yes)"
+    )
+    grad_compress: str = flag(
+        "off", "device", "send gradients from rank to rank rounded to bf16: half the bytes", choices=("off", "bf16")
+    )
+    dist_timeout: int = flag(10_800, "device", "seconds that a rank waits for the others", low=1)
+    stall_warning: float = flag(
+        60.0, "device", "say which rank is stuck after so many seconds without progress; 0 = never", low=0
+    )
+    stall_timeout: float = flag(
+        900.0, "device", "end a run that is stuck after so many seconds without progress; 0 = never", low=0
+    )
+    max_restarts: int = flag(0, "device", "go on by itself after a process died, so many times", low=0)
+    amp: str = flag("auto", "device", "precision of the forward pass", choices=("auto", "bf16", "fp16", "off"))
+    deterministic: bool | None = flag(None, "device", "bit-identical repeats; automatic = on the CPU")
+    compile: bool = flag(
+        False, "device", "compile the network by torch.compile; says what that takes and when it has paid off"
+    )
+    cuda_graph: bool = flag(
+        False, "device", "run forward and backward pass as one CUDA graph; one CUDA device, images of one size"
+    )
+    dp: bool = flag(
+        False,
+        "device",
+        "DataParallel: one process for all GPUs of --device; slow and not recommended, without it each has its own",
+    )
+
+    project: str = flag("runs/train", "output", "folder of run folders", metavar="FOLDER")
+    name: str = flag("exp", "output", "run folder; exp2, exp3 ... when taken; 'cfg' = the network's name")
+    exist_ok: bool = flag(False, "output", "write into the run folder even if it is there")
+    nosave: bool = flag(False, "output", "save the final checkpoint only; best.pt is then the last epoch's")
+    save_period: int = flag(-1, "output", "also keep a checkpoint every so many epochs; below 1 = none", low=-1)
+    save_steps: int = flag(0, "output", "save every so many optimizer steps; 0 = at least every 15 minutes", low=0)
+    noplots: bool = flag(False, "output", "draw no pictures of labels, batches, validation and progress")
+    loggers: list[str] = flag(  # noqa: RUF009
+        ["csv"], "output", "where the figures of each epoch go; results.csv is always written", choices=LOGGERS
+    )
+    profile: bool = flag(
+        False, "output", "look at some batches of the first epoch with PyTorch's profiler: a table, a trace in profile/"
+    )
+
+
+@dataclass
+class ValConfig:
+    """Flags of val.py."""
+
+    script: ClassVar[str] = "val.py"
+    examples: ClassVar[str] = VAL_EXAMPLES
+    not_yet: ClassVar[dict[str, str]] = VAL_NOT_YET
+    not_planned: ClassVar[tuple[str, ...]] = ()
+
+    weights: str = flag("", "model", "checkpoint to measure", metavar="FILE")
+
+    data: str = flag(
+        "", "data", "data set YAML, a path or a shipped name; '' = what the weights were trained on", metavar="FILE"
+    )
+    task: str = flag(
+        "val", "data", "split to measure on; speed = only time the validation split", choices=(*SPLITS, "speed")
+    )
+    single_cls: bool = flag(False, "data", "measure all classes as one")
+    strict: bool = flag(False, "data", "stop at any problem of images and labels instead of leaving it out")
+    allow_download_script: bool = flag(
+        False, "data", "run the script that a data set YAML has under download, if the data set is not there"
+    )
+    imgsz: int = flag(
+        0,
+        "data",
+        "image size in pixels; 0 = the one the weights were trained at",
+        "--img",
+        "--img-size",
+        low=0,
+        high=LARGEST_IMGSZ,
+    )
+    batch_size: int = flag(32, "data", "images per forward pass", "--batch", low=1)
+    workers: int = flag(8, "data", "most loader processes of a rank; 0 = load in the main process", low=0)
+
+    conf_thres: float = flag(0.001, "scoring", "least confidence of a detection", "--conf", low=0, high=1)
+    iou_thres: float = flag(
+        0.6, "scoring", "IoU above which non-maximum suppression drops a box", "--iou", low=0, high=1
+    )
+    max_det: int = flag(
+        0, "scoring", f"most detections per image; 0 = {MAX_DET}, or twice the labels of the densest image", low=0
+    )
+    augment: bool = flag(
+        False, "scoring", "look at each image three times: as it is, smaller and flipped, smaller still"
+    )
+    coco_metrics: bool = flag(False, "scoring", "also score by COCO's rules, as papers do")
+    verbose: bool = flag(False, "scoring", "one line per class, however many there are")
+
+    device: str = flag(
+        "",
+        "device",
+        "cpu, mps, a GPU as 0 or cuda:0, '' for the best one; several, as 0,1 or all or cpu,cpu, get a process each",
+    )
+    half: bool = flag(False, "device", "compute in half precision (fp16); on a CUDA GPU only")
+    dist_timeout: int = flag(10_800, "device", "seconds that a rank waits for the others", low=1)
+
+    save_txt: bool = flag(False, "output", "write labels/NAME.txt with the detections of each image")
+    save_conf: bool = flag(False, "output", "add the confidence to the rows of --save-txt")
+    save_json: bool = flag(False, "output", "write predictions.json in COCO's results format")
+    noplots: bool = flag(False, "output", "draw no pictures of batches, curves and the confusion matrix")
+    project: str = flag("runs/val", "output", "folder of run folders", metavar="FOLDER")
+    name: str = flag("exp", "output", "run folder; exp2, exp3 ... when taken")
+    exist_ok: bool = flag(False, "output", "write into the run folder even if it is there")
+
+    @property
+    def split(self) -> str:
+        """The split that ``task`` looks at."""
+        return "val" if self.task == "speed" else self.task
+
+
+@dataclass
+class DetectConfig:
+    """Flags of detect.py."""
+
+    script: ClassVar[str] = "detect.py"
+    examples: ClassVar[str] = DETECT_EXAMPLES
+    not_yet: ClassVar[dict[str, str]] = DETECT_NOT_YET
+    not_planned: ClassVar[tuple[str, ...]] = ("--update",)
+
+    weights: str = flag("", "model", "checkpoint to detect with", metavar="FILE")
+    data: str = flag("", "model", "data set YAML: names for weights that have none, else compared", metavar="FILE")
+
+    source: list[str] = flag(  # noqa: RUF009
+        ["data/images"],
+        "input",
+        "images, videos, folders, patterns, .txt or .streams lists, URLs, or numbers of cameras",
+        commas=False,
+    )
+    imgsz: list[int] = flag(  # noqa: RUF009
+        [0],
+        "input",
+        "image size in pixels, or height and width; 0 = the one the weights were trained at",
+        "--img",
+        "--img-size",
+        low=0,
+        high=LARGEST_IMGSZ,
+        metavar="N",
+    )
+    batch_size: int = flag(1, "input", "images per forward pass; those of equal shape share one", "--batch", low=1)
+    vid_stride: int = flag(1, "input", "use every n-th frame of videos and streams", low=1)
+    stream_timeout: float = flag(10.0, "input", "seconds without a frame after which a stream is dead", low=0.1)
+
+    conf_thres: float = flag(0.25, "detection", "least confidence of a detection", "--conf", low=0, high=1)
+    iou_thres: float = flag(
+        0.45, "detection", "IoU above which non-maximum suppression drops a box", "--iou", low=0, high=1
+    )
+    max_det: int = flag(1000, "detection", "most detections per image", low=1)
+    classes: list[int] = flag([], "detection", "ids of the classes to keep; '' = all", low=0, metavar="N")  # noqa: RUF009
+    augment: bool = flag(
+        False, "detection", "look at each image three times: as it is, smaller and flipped, smaller still"
+    )
+    agnostic_nms: bool = flag(False, "detection", "suppress boxes of other classes too")
+
+    device: str = flag("", "device", "cpu, mps, a GPU as 0 or cuda:0, or '' for the best one there is")
+    half: bool = flag(False, "device", "compute in half precision (fp16); on a CUDA GPU only")
+
+    view_img: bool = flag(False, "output", "show the pictures in a window as they come; key q ends")
+    nosave: bool = flag(False, "output", "write no images and videos")
+    video_codec: str = flag(
+        "auto",
+        "output",
+        "of videos; auto = the first of them that OpenCV can write; mp4v is fastest, but browsers don't play it",
+        choices=("auto", *VIDEO_CODECS),
+    )
+    save_txt: bool = flag(False, "output", "write labels/NAME.txt, for videos NAME_FRAME.txt")
+    save_format: int = flag(0, "output", "rows of --save-txt: 0 = center and size, 1 = corners", low=0, high=1)
+    save_conf: bool = flag(False, "output", "add the confidence to the rows of --save-txt")
+    save_csv: bool = flag(False, "output", "write predictions.csv, one row per detection")
+    save_crop: bool = flag(False, "output", "write what is in each box to crops/CLASS/NAME.jpg")
+    project: str = flag("runs/detect", "output", "folder of run folders", metavar="FOLDER")
+    name: str = flag("exp", "output", "run folder; exp2, exp3 ... when taken")
+    exist_ok: bool = flag(False, "output", "write into the run folder even if it is there")
+
+    line_thickness: int = flag(0, "drawing", "of the boxes in pixels; 0 = in proportion to the image", low=0)
+    hide_labels: bool = flag(False, "drawing", "boxes only")
+    hide_conf: bool = flag(False, "drawing", "class names without confidences")
+
+
+def parse_train(argv: Sequence[str] | None = None) -> TrainConfig:
+    """Read train.py's command line (sys.argv by default).
+
+    With mistakes in it the process ends with status 2, and all of them on stderr.
+    """
+    return _parse(TrainConfig, argv)
+
+
+def parse_val(argv: Sequence[str] | None = None) -> ValConfig:
+    """Read val.py's command line (sys.argv by default).
+
+    With mistakes in it the process ends with status 2, and all of them on stderr.
+    """
+    return _parse(ValConfig, argv)
+
+
+def parse_detect(argv: Sequence[str] | None = None) -> DetectConfig:
+    """Read detect.py's command line (sys.argv by default).
+
+    With mistakes in it the process ends with status 2, and all of them on stderr.
+    """
+    return _parse(DetectConfig, argv)
+
+
+def _parse(kind: type[Config], argv: Sequence[str] | None) -> Config:
+    try:
+        return build_config(kind, given_flags(kind, argv))
+    except UserError as error:
+        sys.exit(report(error))
+
+
+def seconds_of(time: str) -> float | None:
+    """Read the value of ``--time-limit``.
+
+    Args:
+        time: numbers with units as in 1d12h, 3h30m, 90m, 45s, or as schedulers have it, [D-]HH:MM:SS.
+
+    Returns:
+        Seconds; None for "", no limit.
+
+    Raises:
+        UserError: it is neither, or nothing at all.
+    """
+    if not time:
+        return None
+    units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", time)
+    clock = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", time)
+    found = units or clock
+    parts = found.groups() if found else ()
+    seconds = sum(int(part or 0) * size for part, size in zip(parts, (86400, 3600, 60, 1), strict=False))
+    if not seconds:
+        raise UserError(f"--time-limit is a time such as 90m, 3h30m or 1-12:00:00, not {time!r}")
+    return float(seconds)
+
+
+def build_config(kind: type[Config], given: Mapping[str, Any]) -> Config:
+    """Make a configuration from typed values, by field name; the rest are defaults.
+
+    Raises:
+        UserError: unknown names, or values of a wrong type or out of range.
+    """
+    problems = Problems()
+    names = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in given:
+        if name not in names:
+            problems.add(f"{name} is not a setting{nearest(name, names)}")
+    check_values(kind, given, problems)
+    if isinstance(given.get("time_limit"), str):
+        problems.attempt(lambda: seconds_of(given["time_limit"]))
+    problems.raise_if_any()
+    config = kind(**given)
+    if isinstance(config, TrainConfig):
+        if config.weights and "cfg" not in given:
+            config.cfg = ""  # the checkpoint knows its network
+        if config.name == "cfg":
+            config.name = Path(config.cfg or config.weights).stem
+    if isinstance(config, TrainConfig | ValConfig | DetectConfig):
+        _check_run_folder(config.project, config.name, problems)
+        problems.raise_if_any()
+    if isinstance(config, ValConfig):
+        _check_val(config, problems)
+        problems.raise_if_any()
+        if config.task == "speed":  # as objects are looked for, unless said otherwise
+            config.conf_thres = given.get("conf_thres", SPEED_THRESHOLDS[0])
+            config.iou_thres = given.get("iou_thres", SPEED_THRESHOLDS[1])
+    if isinstance(config, DetectConfig):
+        _check_detect(config, problems)
+        problems.raise_if_any()
+    return config
+
+
+def _check_run_folder(project: str, name: str, problems: Problems) -> None:
+    """Refuse a run folder that is not below its project, and names that no file system takes."""
+    inside = os.path.normpath(os.path.join(project, name))
+    if not name.strip() or inside == os.path.normpath(project):
+        problems.add(f"--name {name!r} is no folder of the run's own; leave it out, or give one such as --name test")
+    elif Path(name).is_absolute() or ".." in Path(name).parts:
+        parent, own = os.path.split(inside)
+        problems.add(f"--name {name} leads out of --project {project}; give --project {parent or '.'} --name {own}")
+    for spelling, text in (("--project", project), ("--name", name)):
+        longest = max((len(os.fsencode(part)) for part in Path(text).parts), default=0)
+        if longest > LONGEST_NAME:
+            problems.add(f"{spelling} {text[:20]}...: a name of {longest} bytes; give one of {LONGEST_NAME} at most")
+
+
+def _check_val(config: ValConfig, problems: Problems) -> None:
+    if not config.weights:
+        problems.add("--weights is missing: name the checkpoint to measure")
+    if config.save_conf and not config.save_txt:
+        problems.add("--save-conf adds a column to --save-txt; give that too (--save-json has confidences anyway)")
+    if config.task == "speed" and (config.save_txt or config.save_json):
+        problems.add("--task speed writes no files; leave --save-txt and --save-json out, or use another --task")
+    if config.task == "speed" and config.coco_metrics:
+        problems.add("--task speed scores nothing; leave --coco-metrics out, or use another --task")
+
+
+def _check_detect(config: DetectConfig, problems: Problems) -> None:
+    if not config.weights:
+        problems.add("--weights is missing: name the checkpoint to detect with")
+    if len(config.imgsz) > 2:
+        problems.add(f"--imgsz takes one number, or height and width, not {len(config.imgsz)} numbers")
+    if config.save_conf and not config.save_txt:
+        problems.add("--save-conf adds a column to --save-txt; give that too (--save-csv has confidences anyway)")
+
+
+# ---- files ----
+
+
+NULL, BOOL, INT, FLOAT, STR, MERGE = (
+    f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "merge")
+)
+# What a word without quotes may be besides a text, with the characters that it may start with: as in YAML 1.2 (10.2 and
+# 10.3), numbers in decimal and without leading zeros only. YAML 1.1 also reads no as False, 010 as 8 and 12:30 as 750.
+RESOLVERS = {
+    NULL: (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    BOOL: (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    INT: (r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    FLOAT: (
+        r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    MERGE: (r"<<", ["<"]),
+}
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML in which a key may stand once, and a word is what it looks like (see RESOLVERS).
+
+    Plain YAML keeps the last of several keys and says nothing. Aliases that would make a small file large are refused:
+    whoever walks through the values would never come to an end.
+    """
+
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
+    texts: Sequence[str] = ()  # keys of the file whose values are texts, as they are written
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None:
+            _expanded_size(node, {})
+            _keep_texts(node, self.texts)
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                break  # what that means is said by whoever goes on
+            if key in seen:
+                text = str(key)[:LONGEST_NAME]
+                raise yaml.constructor.ConstructorError(None, None, f"key {text} appears twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _expanded_size(node: Any, sizes: dict[int, int]) -> int:
+    """Return about how many characters a part of a YAML has with its aliases written out.
+
+    Args:
+        node: the part.
+        sizes: of the parts seen so far, by identity; 0 while one is being looked at.
+
+    Raises:
+        yaml.MarkedYAMLError: it is too large, or contains itself.
+    """
+    if id(node) in sizes:
+        if not sizes[id(node)]:
+            raise yaml.MarkedYAMLError(problem="an alias stands for what it is in", problem_mark=node.start_mark)
+        return sizes[id(node)]
+    sizes[id(node)] = 0
+    if isinstance(node, yaml.ScalarNode):
+        size = len(node.value) + 1
+    else:
+        children = node.value if isinstance(node, yaml.SequenceNode) else itertools.chain.from_iterable(node.value)
+        size = 1 + sum(_expanded_size(child, sizes) for child in children)
+    if size > LARGEST_YAML * 4:
+        raise yaml.MarkedYAMLError(problem="aliases make it too large", problem_mark=node.start_mark)
+    sizes[id(node)] = size
+    return size
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts texts in quotes that any of the two versions of YAML would read as something else."""
+
+
+for _tag, (_pattern, _starts) in RESOLVERS.items():
+    _StrictLoader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _starts)
+    _Dumper.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _starts)
+
+
+def _keep_texts(node: Any, keys: Sequence[str]) -> None:
+    """Make texts of the numbers and truth values below some keys of a mapping; an empty value stays none."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if key.tag == MERGE:
+            for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                _keep_texts(merged, keys)
+        elif key.value in keys:
+            _make_text(value, set())
+
+
+def _make_text(node: Any, seen: set[int]) -> None:
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.ScalarNode):
+        node.tag = STR if node.tag in (BOOL, INT, FLOAT) else node.tag
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _make_text(value, seen)
+    else:
+        for _, value in node.value:
+            _make_text(value, seen)
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """Return a mapping as YAML, in the order it has; `load_yaml` reads the same from it."""
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def load_yaml(path: Path, texts: Sequence[str] = ()) -> dict[Any, Any]:
+    """Read a YAML file that holds a mapping; no code runs, and a key that appears twice is an error.
+
+    Args:
+        path: the file.
+        texts: its keys whose values are texts as they are written, also where they look like numbers.
+
+    Raises:
+        UserError: names the file, and the line where the text is not YAML.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_YAML + 1)
+        if len(data) > LARGEST_YAML:
+            raise UserError(f"{path} has more than {LARGEST_YAML} bytes, too many for settings")
+        loader = _StrictLoader(data.decode("utf-8"))
+        loader.texts = texts
+        content = loader.get_single_data()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a text file in UTF-8") from None
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}{line}: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: {error}") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply") from None
+    except (ValueError, OverflowError) as error:  # a date or a number that is none
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: {str(error)[:LONGEST_NAME]}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold keys and values (key: value), not {yaml_word(content)}")
+    return content
+
+
+def yaml_word(value: object) -> str:
+    """Return what people call a kind of YAML value."""
+    words = {type(None): "nothing", list: "a list", str: "a text", dict: "keys and values"}
+    return words.get(type(value), repr(value)[:LONGEST_NAME])
+
+
+def may_be_made(folder: Path) -> bool:
+    """Whether this user may write to a folder, or to the nearest one above it if it is not there."""
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    return os.access(there, os.W_OK | os.X_OK)
+
+
+def cache_folder() -> Path:
+    """Return the folder for what this user's runs keep for the next ones where nothing can be written beside the data.
+
+    In ``$XDG_CACHE_HOME``, else in ``~/.cache``; where there is no home, or nothing can be written there (containers
+    with a user of their own, services), a private folder in the temporary one.
+
+    Raises:
+        UserError: that one is somebody else's.
+    """
+    wanted = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lockstep")
+    if wanted.is_absolute() and may_be_made(wanted):
+        return wanted
+    user = os.getuid() if hasattr(os, "getuid") else None
+    private = Path(tempfile.gettempdir(), f"lockstep-{user}")
+    with contextlib.suppress(OSError):
+        private.mkdir(mode=0o700, exist_ok=True)
+        found = private.lstat()  # others may write to the temporary folder as well
+        if stat.S_ISDIR(found.st_mode) and (user is None or (found.st_uid == user and not found.st_mode & 0o022)):
+            return private
+    raise UserError(
+        f"{private}, for caches, is not this user's own folder; set XDG_CACHE_HOME to a folder you can write to"
+    )
+
+
+def find_yaml(name: str | Path, kind: str) -> Path:
+    """Find a YAML: as given, else under the project root, else a shipped one by its name; '.yaml' may be left out.
+
+    Args:
+        name: path or name, for example ``my.yaml``, ``data/shapes.yaml`` or ``hyp.scratch-low``.
+        kind: ``data``, ``hyp`` or ``model``.
+
+    Raises:
+        UserError: there is no such file; names the nearest shipped one.
+    """
+    folder = SHIPPED[kind]
+    spelling = {"data": "--data", "hyp": "--hyp", "model": "--cfg"}[kind]
+    shown = str(name) if len(str(name)) <= LONGEST_NAME else f"{str(name)[:20]}..."
+    try:
+        wanted = Path(name).expanduser()
+    except RuntimeError as error:  # ~NAME of a user that is not there
+        raise UserError(f"{spelling} {shown}: {error}") from None
+    reason = ""
+    for base in (Path(), ROOT, folder):
+        for candidate in (base / wanted, base / f"{wanted}.yaml"):
+            try:
+                mode = candidate.stat().st_mode
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:  # a name that is too long, a folder that may not be entered
+                reason = reason or f"can't be read: {error.strerror}"
+                continue
+            if stat.S_ISREG(mode):
+                return candidate.absolute()
+            reason = reason or "is not a file; name the YAML itself"
+    if reason:
+        raise UserError(f"{spelling} {shown} {reason}")
+    shipped = sorted(path.name for path in folder.glob("*.yaml"))
+    hint = nearest_file(wanted, (".yaml", ".yml"), shipped) or f"; shipped are {', '.join(shipped)}"
+    raise UserError(f"{spelling} {shown}: there is no such file{hint}")
+
+
+def load_hyp(name: str | Path) -> Hyp:
+    """Read a hyperparameter file as it is, by path or shipped name. Keys that it leaves out have scratch-low's values.
+
+    Raises:
+        UserError: lists unknown keys, values that are not numbers or out of range.
+    """
+    return Hyp(**_read_hyp(find_yaml(name, "hyp")))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hyperparameters for an optimizer.
+
+    Attributes:
+        hyp: with learning rates that suit it.
+        note: what is not as the file has it, "" if nothing.
+        doubts: what may be a mistake, a sentence each.
+    """
+
+    hyp: Hyp
+    note: str = ""
+    doubts: tuple[str, ...] = ()
+
+
+def load_recipe(name: str | Path, optimizer: str) -> Recipe:
+    """Read a hyperparameter file for an optimizer, by path or shipped name.
+
+    Learning rates (``lr0``, ``warmup_bias_lr``) are chosen by hand where a file that is not a shipped recipe names
+    them; these are taken as they are. So are a shipped recipe's with the optimizer that it is for, Adam and AdamW
+    alike. All others are the usual ones: scratch-low's for SGD, 0.001 for Adam and AdamW, whose ``warmup_bias_lr`` is
+    ``lr0``: they need no push.
+
+    Raises:
+        UserError: lists unknown keys, values that are not numbers or out of range.
+    """
+    path = find_yaml(name, "hyp")
+    given = _read_hyp(path)
+    shipped = path.resolve().parent == SHIPPED["hyp"] and path.name in SHIPPED_RECIPES
+    meant_for = SHIPPED_RECIPES[path.name] if shipped else "SGD"
+    adaptive = optimizer != "SGD"
+    chosen = {} if shipped and (meant_for != "SGD") != adaptive else given
+    lr0 = chosen.get("lr0", ADAM_LR0 if adaptive else Hyp.lr0)
+    rates = {"lr0": lr0, "warmup_bias_lr": chosen.get("warmup_bias_lr", lr0 if adaptive else Hyp.warmup_bias_lr)}
+
+    before, hyp = Hyp(**given), Hyp(**{**given, **rates})
+    changed = [rate for rate in rates if rates[rate] != getattr(before, rate)]
+    note = " and ".join(f"{rate} {rates[rate]:g}" for rate in changed)
+    if note:
+        others = " and ".join(f"{getattr(before, rate):g}" for rate in changed)
+        note += f" for {optimizer} in place of {others}, for {meant_for}"
+    high = [rate for rate in rates if adaptive and rates[rate] >= getattr(Hyp, rate)]
+    doubts = [
+        f"{path}: {rate} {rates[rate]:g} is a learning rate for SGD; {optimizer} usually starts from {ADAM_LR0:g}, and "
+        "does so here without that line"
+        for rate in high
+    ]
+    return Recipe(hyp, note, tuple(doubts))
+
+
+def _read_hyp(path: Path) -> dict[str, float]:
+    content = load_yaml(path)
+    known = [item.name for item in dataclasses.fields(Hyp)]
+    problems, given = Problems(), {}
+    for key, value in content.items():
+        if key not in known:
+            problems.add(f"{key} is not a hyperparameter{nearest(key, known)}")
+        else:
+            given[key] = value
+    check_values(Hyp, given, problems)
+    problems.raise_if_any(str(path))
+    return {key: float(value) for key, value in given.items()}
+
+
+# ---- configurations as plain data ----
+
+
+def config_to_dict(config: TrainConfig | ValConfig | Hyp) -> dict[str, Any]:
+    """Return a configuration as JSON-able values, for checkpoints and for the run folder."""
+    return {name: _plain(value) for name, value in dataclasses.asdict(config).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(element) for element in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+if __name__ == "__main__":
+    print(flags_page((TrainConfig, ValConfig, DetectConfig)), end="")

@@ -1,0 +1,1 @@
+"""What every process needs: errors, the log, signals, devices, image files."""

@@ -1,0 +1,1 @@
+"""Files -> samples -> batches."""

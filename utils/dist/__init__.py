@@ -1,0 +1,1 @@
+"""Ranks beyond `utils.torch_utils`: launching, SLURM, watching, restarting."""

@@ -1,0 +1,408 @@
+"""One worker for each of several devices, started and watched by torch's elastic launcher.
+
+A worker is the same script with the same command line; that it is one of several it reads from its environment, as
+under a launcher that was typed by hand.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from utils.core.devices import parse_device
+from utils.core.errors import (
+    ENDS,
+    NO_PROGRESS,
+    RESUMABLE,
+    USER_ERROR,
+    LostPeerError,
+    NotWrittenError,
+    Stopped,
+    ended_by,
+    leave,
+)
+from utils.core.heartbeat import STALLED
+from utils.core.signals import BEGAN, OURS, STARTED
+from utils.run.folder import how_to_go_on, write_resume_file
+from utils.torch_utils import LOST, TIMED_OUT, DistEnv
+
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")  # others kill the launcher, not its workers
+GRACE = 60  # seconds that workers get to save and leave when they are told to stop, before they are killed
+LOST_PEER = (*LOST, "NCCL error")
+SAME_MOMENT = 0.5  # seconds in which ranks that meet the same error meet it
+LOGS = "lockstep-launch-"
+STOPPED = "stopped"  # left beside a worker's error file when it stopped as it was asked to: the status it ends with
+RUN = "run"  # beside it as well: the folder of the worker's run, so that the launcher can tell how to go on
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a launch ended that did not succeed.
+
+    Attributes:
+        status: exit status for the launcher.
+        rank: of the process that failed first, None if it was the launcher that was told to stop.
+        text: what to tell; "" if a worker has said it already: a mistake of the user, how to go on with a stopped run.
+    """
+
+    status: int
+    rank: int | None
+    text: str
+
+
+def worker_devices(flag: str | int | Sequence[str | int], env: DistEnv, least: int = 2) -> list[torch.device]:
+    """Return the devices that need a worker each: [] for fewer than that, and for a process that is a worker itself.
+
+    Args:
+        flag: see `utils.core.devices.parse_device`.
+        env: this process's place.
+        least: number of devices from which workers are started.
+
+    Raises:
+        UserError: the flag is wrong.
+    """
+    if env.launched:
+        return []
+    devices = parse_device(flag, torch.cuda.device_count(), torch.backends.mps.is_available())
+    return devices if len(devices) >= least else []
+
+
+def launch(
+    command: Sequence[str], devices: Sequence[torch.device], folder: Path | None = None, max_restarts: int = 0
+) -> Failure | None:
+    """Run a Python script once for each device, and wait for the end of all. Takes over signals: main thread only.
+
+    If one fails all others are ended, and maybe all are started again. The port is a free one, so that any number of
+    runs share a machine.
+
+    Args:
+        command: script and arguments, as behind ``python``.
+        devices: as many workers.
+        folder: for small files, to be removed by the caller; None makes one and removes it.
+        max_restarts: how often all workers are started again after one has failed; see `utils.run.restarts`.
+
+    Returns:
+        None if all succeeded in the end.
+    """
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # it is said better below
+    logs = folder or _log_folder()
+    try:
+        with variables_kept(_worker_variables(devices, max_restarts > 0)):
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=len(devices),
+                logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                local_addr="127.0.0.1",
+                max_restarts=max_restarts,
+                signals_to_handle=",".join(_heeded(SIGNALS)),
+            )
+            elastic_launch(config, sys.executable)(*command)
+    except ChildFailedError as error:
+        failure = explain(error.failures, _note(logs), [_last_line(text) for text in _tracebacks(_last_life(logs))])
+        if failure.status == RESUMABLE and not any(logs.rglob(STOPPED)):  # before there was anything to save
+            return replace(failure, text=f"rank {failure.rank} was told to stop; all other ranks were ended")
+        return replace(failure, text="\n".join([failure.text, *_how_to_go_on(logs)])) if failure.text else failure
+    except SignalException as error:
+        statuses = {int(path.read_text()) for path in logs.rglob(STOPPED)}
+        if statuses == {RESUMABLE}:  # its worker has said how to go on
+            return Failure(RESUMABLE, None, "")
+        if statuses:  # the error is said
+            return Failure(min(statuses), None, "\n".join(_how_to_go_on(logs)))
+        for run_dir in _run_dirs(logs):
+            write_resume_file(run_dir)
+        name = signal.Signals(error.sigval).name
+        said = f"stopped by {name}; so were the {len(devices)} workers"
+        return Failure(128 + error.sigval, None, "\n".join([said, *_how_to_go_on(logs)]))
+    finally:
+        if folder is None:
+            shutil.rmtree(logs, ignore_errors=True)
+    return None
+
+
+def _heeded(names: Sequence[str]) -> list[str]:
+    """Leave out signals that this system lacks, or that are ignored: nohup ignores SIGHUP."""
+    found = [getattr(signal, name, None) for name in names]
+    return [number.name for number in found if number and signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def _log_folder() -> Path:
+    """Make a folder for the workers' error files; those of launchers that were killed are removed."""
+    for old in Path(tempfile.gettempdir()).glob(f"{LOGS}*"):
+        pid = old.name.removeprefix(LOGS).split("-")[0]
+        if pid.isdecimal() and not Path("/proc", pid).exists() and Path("/proc").exists():
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{LOGS}{os.getpid()}-"))
+
+
+def _worker_variables(devices: Sequence[torch.device], restarts: bool) -> dict[str, str]:
+    """Environment of the workers beside what the elastic launcher sets."""
+    variables = {OURS: str(os.getpid()), STARTED: os.environ.get(STARTED, str(BEGAN))}
+    variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(GRACE)  # read by LaunchConfig; torch 2.10 and 2.11 wait for 30 s
+    variables["PYTHONUNBUFFERED"] = "1"  # what is said comes at once, also before a kill
+    if restarts:
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # with a shared one they would wait for good
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        variables["OMP_NUM_THREADS"] = str(max(cores // len(devices), 1))
+    if sys.platform == "win32":
+        variables["USE_LIBUV"] = "0"  # torch for Windows is built without it
+    return variables
+
+
+@contextlib.contextmanager
+def variables_kept(values: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Set environment variables for a while, and take back what is set of others meanwhile.
+
+    One by one, and only those that differ: other threads read them at any time.
+    """
+    before = dict(os.environ)
+    os.environ.update(values or {})
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+def _note(logs: Path) -> str:
+    """Return what a watchdog has left for the launcher when it ended the workers' last life; "" if it did not."""
+    return next((path.read_text() for path in sorted(_last_life(logs).glob(f"*/{STALLED}"))), "")
+
+
+def _how_to_go_on(logs: Path) -> list[str]:
+    """Return the line that tells how to go on with the workers' run, none where nothing was saved."""
+    return [line for run_dir in _run_dirs(logs) for line in how_to_go_on(run_dir)]
+
+
+def _run_dirs(logs: Path) -> list[Path]:
+    """Return the folder of the workers' run, [] where there is none or nothing of it is left to do."""
+    newest = max(logs.rglob(RUN), key=lambda path: path.stat().st_mtime, default=None)
+    return [Path(os.fsdecode(newest.read_bytes()))] if newest else []
+
+
+def _last_life(logs: Path) -> Path:
+    """Return the folder of the workers' last life; ``logs`` if there was none."""
+    lives = sorted(logs.rglob("attempt_*"), key=lambda path: int(path.name.removeprefix("attempt_")))
+    return [logs, *lives][-1]
+
+
+def _tracebacks(life: Path) -> list[str]:
+    """Return what the workers of a life have left of exceptions, by local rank; "" for one that left nothing."""
+    return [_read_traceback(path) for path in sorted(life.glob("*/error.json"))]
+
+
+def _read_traceback(path: Path) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"])
+    return ""
+
+
+def explain(failures: Mapping[int, ProcessFailure], stalled: str = "", last_lines: Sequence[str] = ()) -> Failure:
+    """Tell which worker failed first, and how.
+
+    A worker that dies takes its connections along, so that others fail as well, sometimes before it is noticed itself:
+    the first failure is looked for among those that are no lost connection.
+
+    Args:
+        failures: by rank, at least one.
+        stalled: why a watchdog has killed all of them, if it did.
+        last_lines: of the tracebacks of all workers, also of those that the launcher did not wait for.
+    """
+    in_time = sorted(failures.items(), key=lambda item: item[1].timestamp)
+    causes = [item for item in in_time if not _lost_a_peer(item[1])] or in_time
+    if _waited_in_vain(in_time[0][1]):  # one that does not answer is killed by the launcher in the end
+        causes = in_time[:1]
+    own = [item for item in causes if item[1].exitcode != -signal.SIGTERM] or causes  # ended by the launcher itself
+    rank, failure = own[0]
+    if failure.exitcode in (USER_ERROR, NO_PROGRESS, RESUMABLE):
+        return Failure(failure.exitcode, rank, "")
+    if stalled:
+        return Failure(1, rank, stalled)
+    if failure.exitcode < 0:
+        killed = f"rank {rank} was killed by {failure.signal_name()}"
+        hint = "; if nobody did that, the machine ran out of memory" if failure.exitcode == -9 else ""
+        return Failure(128 - failure.exitcode, rank, f"{killed}{hint}; all other ranks were ended")
+    text = _traceback(failure)
+    if _lost_a_peer(failure) and not _waited_in_vain(failure):
+        text += "another rank left in the middle of the run, without an error of its own\n"
+    end = f"rank {rank} failed with status {failure.exitcode}; all other ranks were ended"
+    alike = list(last_lines).count(_last_line(text)) if text else 0
+    if alike > 1:
+        end = f"{alike} ranks failed with this error, rank {rank} with status {failure.exitcode}; all ranks were ended"
+    return Failure(failure.exitcode, rank, f"{text}{end}")
+
+
+def _traceback(failure: ProcessFailure) -> str:
+    message: Any = failure.error_file_data.get("message", "")
+    return str(message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else ""
+
+
+def _lost_a_peer(failure: ProcessFailure) -> bool:
+    text = _message(_traceback(failure))
+    return any(words in text for words in LOST_PEER)
+
+
+def _waited_in_vain(failure: ProcessFailure) -> bool:
+    text = _message(_traceback(failure))
+    return any(words in text for words in TIMED_OUT)
+
+
+def _message(traceback_text: str) -> str:
+    """Return what the last exception of a traceback says: NCCL's is in the first of several lines."""
+    last = traceback_text.rpartition("Traceback (most recent call last):\n")[2]
+    return "\n".join(line for line in last.splitlines() if not line.startswith("  "))  # those are places
+
+
+def _last_line(text: str) -> str:
+    return text.rstrip().rsplit("\n", 1)[-1]
+
+
+# In a worker ----------------------------------------------------------------------------------------------------------
+
+
+def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
+    """Make a script's main function fit to be run by a launcher.
+
+    The process ends with the launcher, also if that is killed; an exception is handed to the launcher, and one of ours
+    prints it when all workers are gone, so that only how to go on is read after it. A worker leaves by `leave`: if the
+    interpreter were taken down, threads of Gloo that a group left behind would abort it, now and again.
+    """
+    launcher = "TORCHELASTIC_RUN_ID" in os.environ or OURS in os.environ
+    if not launcher:
+        return main
+    end_with_parent()
+    faulthandler.enable()  # a crash in C leaves the Python stack
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the launcher runs in the background
+
+    def ended() -> int | None:  # inside of the record: what needs no traceback leaves none
+        try:
+            return main()
+        except ENDS as stop:
+            if isinstance(stop, Stopped) and not stop.args and OURS in os.environ:
+                return stop.status  # the launcher tells why it ended its workers
+            status = ended_by(stop)
+            can_go_on = isinstance(stop, Stopped) and stop.args
+            if "TORCHELASTIC_ERROR_FILE" in os.environ and (can_go_on or isinstance(stop, NotWrittenError)):
+                Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STOPPED).write_text(str(status))
+            return status
+
+    recorded: Callable[[], int | None] = record(ended)
+
+    def run_and_leave() -> NoReturn:
+        try:
+            status = recorded() or 0
+        except Exception as error:
+            status = 1
+            if OURS not in os.environ:  # else the launcher says it, when all are gone
+                _say_once(error)
+        leave(status)
+
+    return run_and_leave
+
+
+def tell_launcher(run_dir: Path | None) -> None:
+    """Leave the folder of this worker's run where our launcher finds it; None: nothing of the run is left to do."""
+    if OURS not in os.environ or "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
+    note = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(RUN)
+    with contextlib.suppress(OSError):  # of a full disk; it is only for a line
+        if run_dir is None:
+            note.unlink(missing_ok=True)
+        else:
+            note.write_bytes(os.fsencode(run_dir))
+
+
+def _say_once(error: Exception) -> None:
+    """Print what ends a worker of a launcher that is not ours: one line for a lost peer, else the traceback.
+
+    What the first worker of the machine meets as well, at about the same time, is left to that one.
+    """
+    if isinstance(error, LostPeerError):
+        print(f"error: {error}", file=sys.stderr)
+        return
+    own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    text = _last_line("".join(traceback.format_exception_only(error)))
+    end = time.monotonic() + SAME_MOMENT
+    while own.parent.name not in ("", "0") and time.monotonic() < end:
+        if _last_line(_read_traceback(own.parent.with_name("0") / own.name)) == text:
+            return
+        time.sleep(0.05)
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def last_words() -> list[str]:
+    """Return how the workers of the life before this one failed: the last line of each traceback of this machine."""
+    own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # FOLDER/attempt_N/LOCAL_RANK/error.json
+    attempt = re.fullmatch(r"attempt_(\d+)", own.parent.parent.name)
+    if attempt is None:
+        return []
+    lines = []
+    before = own.parent.parent.with_name(f"attempt_{int(attempt.group(1)) - 1}")
+    for path in sorted(before.glob("*/error.json")):
+        if callstack := _read_traceback(path):
+            lines.append(f"local rank {path.parent.name} failed: {_last_line(callstack)}")
+    with contextlib.suppress(OSError):
+        lines += [path.read_text() for path in before.glob(f"*/{STALLED}")]
+    return lines
+
+
+def end_with_parent(by: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
+    """End this process when its parent ends: by the kernel on Linux, elsewhere by looking once a second.
+
+    Args:
+        by: the signal; one that can be handled leaves time to end what this process has started.
+        parent: process id, for it may have ended already; None is the parent of the moment.
+    """
+    parent = os.getppid() if parent is None else parent
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, by)
+        if orphaned(parent):  # it has ended before it could be watched
+            signal.raise_signal(by)
+        return
+
+    def watch() -> None:
+        while not orphaned(parent):
+            time.sleep(1)
+        signal.raise_signal(by)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def orphaned(parent: int) -> bool:
+    """Whether the process that started this one is gone; never so on Windows, which does not tell."""
+    return sys.platform != "win32" and os.getppid() != parent
+
+
+def say(failure: Failure | None) -> int:
+    """Print on stderr how a launch failed, if it did, and return the exit status for it."""
+    sys.stdout.flush()
+    if failure and failure.text:
+        print(f"\n{failure.text}", file=sys.stderr, flush=True)  # a progress bar may have left its line open
+    return failure.status if failure else 0

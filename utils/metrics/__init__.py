@@ -1,0 +1,1 @@
+"""Outputs -> figures: boxes, matching, average precision."""

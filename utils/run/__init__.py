@@ -1,0 +1,1 @@
+"""One run from outside: checks, folder, state, resume, progress, callbacks."""

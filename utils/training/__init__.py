@@ -1,0 +1,1 @@
+"""Batches -> steps: loss, optimizer, precision, SyncBN, DDP."""
