@@ -54,7 +54,8 @@ from utils.dist.launch import GRACE, as_worker, end_with_parent, launch, orphane
 from utils.inference.predictions import Prediction, predict, predict_config
 from utils.metrics.average_precision import fitness
 from utils.run import settings as command
-from utils.run.callbacks import Callback, check_callbacks, check_picklable
+from utils.run.callbacks import STOP, Callback, check_callbacks, check_picklable
+from utils.run.folder import going_on
 from utils.run.inputs import check_classes
 from utils.torch_utils import (
     ALONE,
@@ -66,7 +67,7 @@ from utils.torch_utils import (
     save_checkpoint,
 )
 
-__all__ = ["YOLO", "Callback", "Results", "TrainingError", "UserError"]
+__all__ = ["STOP", "YOLO", "Callback", "Results", "TrainingError", "UserError"]
 
 RESULTS = "results.json"
 # How other processes get here; not as a script, for in a worker the caller's may have to be __main__.
@@ -454,7 +455,7 @@ def _launch(folder: Path, job: Job, env: DistEnv) -> int:
         end_with_parent(signal.SIGTERM, job.caller)
         restarts = job.given.get("max_restarts", 0)
         devices = worker_devices(job.given["device"], env, least=1)
-        failure = launch([*START, str(folder)], devices, folder, restarts)
+        failure = launch([*START, str(folder)], devices, folder, restarts, going_on)
         if failure:
             write_outcome(folder, OUTCOME, {"text": failure.text})
         return failure.status if failure else 0

@@ -50,6 +50,7 @@ from utils.core.heartbeat import Phase, beat
 from utils.core.logging import DeviceMeter, get_logger
 from utils.core.seeds import seed_everything
 from utils.core.signals import BEGAN, STARTED, StopRequest, stops_end_the_process
+from utils.core.wording import duration, format_lines
 from utils.data.dataset import DetectionDataset, create_cache
 from utils.data.loader_notes import deaths_explained
 from utils.data.loaders import Batch, TrainLoader, ValLoader, resize_batch, share_workers, train_loader, val_loader
@@ -58,7 +59,7 @@ from utils.data.sampler import batch_imgsz
 from utils.dist.job_files import shown_weights
 from utils.dist.launch import as_worker, launch, say, tell_launcher
 from utils.dist.stalls import Pace, watched
-from utils.metrics.average_precision import TableRow, format_table
+from utils.metrics.average_precision import Evaluation, TableRow, format_table
 from utils.run.autobatch import automatic_batch
 from utils.run.callbacks import Callback, Callbacks, CheckpointSaved, check_callbacks
 from utils.run.events import epoch_end, train_end, train_start
@@ -68,6 +69,7 @@ from utils.run.folder import (
     claims_released,
     create_run_dir,
     forget_end,
+    going_on,
     prepare_weights_dir,
     say_finished,
     script,
@@ -75,9 +77,9 @@ from utils.run.folder import (
     write_description,
 )
 from utils.run.header import header, remedies
-from utils.run.inputs import read_inputs
+from utils.run.inputs import detection_cap, read_inputs
 from utils.run.plots import Plots
-from utils.run.progress import EpochProgress, RunClock, duration, format_lines
+from utils.run.progress import EpochProgress, RunClock
 from utils.run.restarts import begin_life, find_own_run, this_life
 from utils.run.resume import check_ranks, resume
 from utils.run.settings import for_workers, go_on, places, say_resumed, settings
@@ -110,13 +112,11 @@ from utils.torch_utils import (
     start_all_reduce_sum,
     strip_checkpoint,
 )
-from utils.training.compilation import can_compile, compile_network
-from utils.training.cuda_graph import can_capture, capture
+from utils.training.bad_batches import LIMIT, LIMIT_FP16, SkipLog, SpikeLog
+from utils.training.compilation import can_capture, can_compile, capture, compile_network
 from utils.training.data_parallel import accumulating, replica_devices, replicate, wrap
 from utils.training.optim import Schedule, build_optimizer
 from utils.training.profiler import no_step, profiling
-from utils.training.skips import LIMIT, LIMIT_FP16, SkipLog
-from utils.training.spikes import SpikeLog
 from utils.training.steps import MAX_GRAD_NORM, BufferSnapshot, guarded_step
 from utils.training.sync_bn import average_statistics, convert_sync_bn
 
@@ -139,7 +139,7 @@ class Results:
 
     run_dir: Path
     best_value: float
-    evaluation: val.Evaluation | None
+    evaluation: Evaluation | None
     rows: list[TableRow] = dataclasses.field(default_factory=list)
 
 
@@ -556,7 +556,7 @@ def say_skipped(run: Run) -> None:
     run.state.skipped = skipped
 
 
-def validate(run: Run, batches: ValLoader) -> val.Evaluation | None:
+def validate(run: Run, batches: ValLoader) -> Evaluation | None:
     """Evaluate rank 0's averaged weights on all ranks. Collective: every rank must call it.
 
     Returns:
@@ -577,7 +577,7 @@ def validate(run: Run, batches: ValLoader) -> val.Evaluation | None:
         run.data.names,
         run.env,
         criterion=run.criterion,
-        max_det=val.detection_cap(0, run.val_index),
+        max_det=detection_cap(0, run.val_index),
         give_up=asked,
     )
     if evaluation is not None:
@@ -675,7 +675,7 @@ def load_best(run: Run) -> int | None:
 
 
 def strip_best(run: Run) -> None:
-    """Strip the best checkpoint to what is needed for use; rank 0's work, and the last of a run: see `utils.run.resume`."""
+    """Strip the best checkpoint to what is needed for use; rank 0's work, and the last of a run."""
     best, last = run.weights_dir / "best.pt", run.weights_dir / "last.pt"
 
     def strip() -> None:
@@ -737,7 +737,7 @@ def main(argv: list[str] | None = None) -> int:
         resumed = None  # workers read their own
         command = [script("train.py"), *without_flags(TrainConfig, argv, ("device", "batch_size"))]
         command += ["--device", device, "--batch-size", str(more["batch_size"])]
-        return say(launch(command, devices, max_restarts=config.max_restarts))
+        return say(launch(command, devices, max_restarts=config.max_restarts, going_on=going_on))
     timeout = given.get("dist_timeout", TrainConfig.dist_timeout)
     with stops_end_the_process(), process_group(device, env, timeout) as env:
         for sentence in repeated_flags(TrainConfig, argv):

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ from utils.inference.val_files import (
 )
 from utils.metrics.average_precision import (
     IOU_THRESHOLDS,
+    Evaluation,
     ImageResult,
-    Metrics,
     TableRow,
     format_table,
     match_detections,
@@ -70,7 +70,7 @@ from utils.metrics.average_precision import (
 )
 from utils.metrics.boxes import cxcywh_to_xyxy, scale_boxes
 from utils.run.folder import create_run_dir, script
-from utils.run.inputs import check_classes, read_val_inputs
+from utils.run.inputs import check_classes, detection_cap, most_labels, read_val_inputs
 from utils.run.plots import Plots
 from utils.torch_utils import DistEnv, dist_env, gather_objects, once, process_group
 from utils.training.loss import DetectionLoss
@@ -79,25 +79,6 @@ MANY_CLASSES = 50  # from here on the table shows them with --verbose only
 # Flags that figures follow from; the second ones have to be as they are by default, to compare.
 DECISIVE = ("weights", "data", "task", "imgsz", "batch_size", "single_cls", "half", "max_det")
 THRESHOLDS = ("conf_thres", "iou_thres", "augment")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What one pass over a split gives.
-
-    Attributes:
-        metrics: precision, recall and AP, overall and for each class.
-        losses: [box, objectness, class] over the whole split; zeros without a criterion.
-        speed: milliseconds per image: preparing, inference, NMS.
-        images: detections and labels of each image, batch by batch.
-        unreadable: images that could not be read, reason by path; they count as images in which nothing was found.
-    """
-
-    metrics: Metrics
-    losses: list[float]
-    speed: dict[str, float]
-    images: list[ImageResult]
-    unreadable: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -342,22 +323,6 @@ def run(config: ValConfig, env: DistEnv) -> Results:
         _write(config, settings, run_dir, data, index, evaluation)
         log.info(f"results in {run_dir}")
     return Results(run_dir, evaluation, rows)
-
-
-def detection_cap(asked: int, index: LabelIndex) -> int:
-    """Return how many detections of an image are kept.
-
-    Args:
-        asked: so many; 0 = 300, or twice the labels of the densest image where these are more. With just as many the
-            places of unsure but right ones would be taken by wrong ones.
-        index: of the split.
-    """
-    return asked or max(MAX_DET, 2 * most_labels(index))
-
-
-def most_labels(index: LabelIndex) -> int:
-    """Return the labels of the densest image of a split."""
-    return int(np.diff(index.offsets).max(initial=0))
 
 
 def doubts_about_figures(config: ValConfig, index: LabelIndex) -> list[str]:

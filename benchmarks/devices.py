@@ -21,7 +21,7 @@ import torch
 from benchmarks.rank_group import Figures, Group, there
 from utils.core.devices import parse_device
 from utils.core.errors import UserError
-from utils.run.progress import duration
+from utils.core.wording import duration
 
 MANY_EPOCHS = 10_000  # so that none is the last one
 # Seconds of an epoch of COCO's 118,287 images by the number of devices: YOLOv5l on A100, 16 images of 640 pixels each.

@@ -10,7 +10,7 @@ PAGE = (PROJECT / "docs/faults.md").read_text()
 
 def test_messages_are_those_of_the_program() -> None:
     """Each quoted message, up to what varies in it, stands in the code."""
-    code = " ".join(path.read_text() for path in [*PROJECT.glob("*.py"), *PROJECT.glob("utils/*.py")])
+    code = " ".join(path.read_text() for path in [*PROJECT.glob("*.py"), *PROJECT.glob("utils/**/*.py")])
     code = re.sub(r'"\s+f?"', "", code)  # texts over several lines
     rows = re.search(r"## What it says.*?\n\n(.*?)\n\n", PAGE, re.DOTALL)
     assert rows is not None

@@ -1,4 +1,4 @@
-"""Imports point one way, and what belongs to distributed runs stays in its room."""
+"""Imports point one way, from folder to folder, and what belongs to distributed runs stays in its room."""
 
 import ast
 from collections.abc import Iterator
@@ -8,113 +8,37 @@ import pytest
 
 from tests.common import PROJECT
 
-# Each row imports from rows above it only. A new module gets its name here, as high as its imports allow.
+# Each row imports from rows above it only, also inside functions; rooms of one row not from each other. A file belongs
+# to the first room whose name it has or begins with.
 ROWS = (
-    (
-        "own_packages",
-        "utils.core.errors",
-        "utils.core.heartbeat",
-        "utils.checkpoints.inert_pickle",
-        "utils.core.short_names",
-    ),
-    (
-        "utils.data.archives",
-        "utils.data.batch_slots",
-        "utils.metrics.boxes",
-        "utils.plots.style",
-        "utils.metrics.coco",
-        "utils.data.conversion",
-        "utils.data.report",
-        "utils.core.devices",
-        "utils.plots.drawing",
-        "utils.config.command_line",
-        "utils.data.forks",
-        "utils.core.image_files",
-        "utils.core.signals",
-        "utils.dist.job_files",
-        "utils.data.leisure",
-        "utils.data.loader_notes",
-        "utils.core.logging",
-        "utils.dist.interfaces",
-        "utils.data.polygons",
-        "utils.run.preflight",
-        "utils.config.published",
-        "utils.core.seeds",
-        "utils.training.skips",
-        "utils.dist.slurm",
-        "utils.training.spikes",
-        "utils.training.steps",
-        "utils.checkpoints.torch_files",
-        "utils.dist.watchdog",
-    ),
-    (
-        "utils.plots.charts",
-        "utils.data.class_names",
-        "utils.checkpoints.files",
-        "utils.data.downloads",
-        "utils.data.index_arrays",
-        "utils.data.labels",
-        "utils.plots.pages",
-    ),
-    ("utils.data.image_lists", "utils.plots.worker"),
-    ("utils.config.flags", "utils.torch_utils"),
-    ("utils.config.data_yaml",),
-    (
-        "utils.data.augmentations",
-        "utils.run.callbacks",
-        "utils.checkpoints.writer",
-        "utils.run.progress",
-        "utils.data.fetch",
-        "utils.metrics.average_precision",
-        "utils.training.optim",
-        "utils.training.profiler",
-        "utils.run.folder",
-        "utils.data.shapes",
-        "utils.inference.sources",
-        "utils.training.sync_bn",
-    ),
-    (
-        "utils.training.autoanchor",
-        "utils.training.compilation",
-        "utils.training.cuda_graph",
-        "utils.training.data_parallel",
-        "utils.data.index",
-        "utils.inference.detection_files",
-        "utils.run.loggers",
-        "utils.training.loss",
-        "utils.run.resume",
-        "utils.run.restarts",
-        "utils.dist.stalls",
-    ),
-    ("utils.data.image_cache", "utils.data.sampler", "utils.inference.val_files"),
-    ("utils.data.dataset",),
-    ("utils.data.loaders",),
-    ("models.common", "utils.run.plots"),
-    ("models.head",),
-    ("models.parser",),
-    ("models.yolo",),
-    ("models.costs", "models.tta", "models.foreign_weights"),
-    ("models.families",),
-    ("models.memory", "models.build"),
-    ("models.detector", "utils.run.inputs", "utils.dist.launch"),
-    ("detect", "utils.run.autobatch", "utils.inference.predictions", "utils.run.state", "val"),
-    ("utils.run.settings", "utils.run.header", "utils.run.events"),
+    ("own_packages", "utils.core"),
+    ("utils.config",),
+    ("utils.checkpoints", "utils.metrics", "utils.plots"),
+    ("utils.torch_utils", "utils.dist"),
+    ("utils.data", "utils.training"),
+    ("models",),
+    ("utils.inference", "utils.run"),
+    ("val", "detect"),
     ("train",),
     ("lockstep",),
+    ("benchmarks",),
 )
-BENCHMARKS = "benchmarks."  # scripts that may import everything; nothing else imports them
+ONE_ROOM = ("utils.torch_utils", "utils.dist")  # ranks: one story and what is beyond it, which need each other
 PACKAGES = ("utils", "models")
 # utils.core.errors reads one variable: an error is said once on a machine, also before torch is imported.
-DISTRIBUTED_ROOMS = ("utils.torch_utils", "utils.dist.launch", "utils.core.errors")
+DISTRIBUTED_ROOMS = ("utils.torch_utils", "utils.dist", "utils.core.errors")
 LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 NOT_OURS = {"tests", "runs", "datasets", "build", "venv"}
 
 
-def row_of(module: str) -> int | None:
-    """The row of a module, None if it is not ours or not in the table."""
-    if module.startswith(BENCHMARKS):
-        return len(ROWS)
-    return next((row for row, modules in enumerate(ROWS) if module in modules), None)
+def in_room(module: str, room: str) -> bool:
+    return f"{module}.".startswith(f"{room}.")
+
+
+def room_of(module: str) -> tuple[int, str] | None:
+    """Row and room of a module, None if it is not ours or has none."""
+    rooms = [(row, room) for row, rooms in enumerate(ROWS) for room in rooms]
+    return next(((row, room) for row, room in rooms if in_room(module, room)), None)
 
 
 def project_modules() -> dict[str, Path]:
@@ -129,26 +53,29 @@ def project_modules() -> dict[str, Path]:
 
 
 def imported_names(tree: ast.AST) -> Iterator[str]:
-    """Every name an import statement mentions, also those inside functions; `from a import b` gives a and a.b."""
+    """Every name an import statement mentions, also those inside functions; `from a import b` gives a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: imports are absolute"
-            yield node.module or ""
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
             yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
 
 
 def wrong_imports(module: str, source: str) -> list[str]:
-    """Imports of a module that do not point to a row above its own."""
-    row = row_of(module)
-    if row is None:
+    """Imports of a module that point neither into its own room nor to a row above."""
+    own = room_of(module)
+    if own is None:
         return []  # the test of the table says so
-    own = BENCHMARKS if module.startswith(BENCHMARKS) else None  # they may share among themselves
-    rows = {name: row_of(name) for name in imported_names(ast.parse(source)) if not (own and name.startswith(own))}
-    return [f"{module} imports {name}" for name, other in sorted(rows.items()) if other is not None and other >= row]
+    wrong = []
+    for name in sorted(set(imported_names(ast.parse(source)))):
+        other = room_of(name)
+        same = other is not None and (other[1] == own[1] or {other[1], own[1]} <= set(ONE_ROOM))
+        if other is not None and not same and other[0] >= own[0]:
+            wrong.append(f"{module} imports {name}")
+    return wrong
 
 
 def distributed_words(source: str) -> list[str]:
@@ -163,35 +90,45 @@ def distributed_words(source: str) -> list[str]:
     return found
 
 
-def test_every_module_has_a_row() -> None:
-    unknown = [module for module in project_modules() if row_of(module) is None]
-    assert not unknown, f"put {unknown} into a row of ROWS in tests/test_layering.py and into CONTRIBUTING.md"
-    gone = [module for row in ROWS for module in row if module not in project_modules()]
-    assert not gone, f"ROWS in tests/test_layering.py names {gone}, which are not there"
+def test_every_module_has_a_room() -> None:
+    unknown = [module for module in project_modules() if room_of(module) is None]
+    assert not unknown, f"put {unknown} into a folder of ROWS in tests/test_layering.py"
+    rooms = [room for rooms in ROWS for room in rooms]
+    empty = [room for room in rooms if not any(in_room(module, room) for module in project_modules())]
+    assert not empty, f"ROWS in tests/test_layering.py names {empty}, where nothing is"
 
 
-def test_contributing_lists_every_room() -> None:
+def test_contributing_describes_every_folder() -> None:
     text = (PROJECT / "CONTRIBUTING.md").read_text()
-    missing = [module for row in ROWS for module in row if f"`{module.split('.')[-1]}.py`" not in text]
+    folders = [path.parent.relative_to(PROJECT).as_posix() for path in (PROJECT / "utils").glob("*/__init__.py")]
+    missing = [folder for folder in [*folders, "models", "data", "benchmarks", "docs"] if f"`{folder}/`" not in text]
     assert not missing, f"CONTRIBUTING.md, section Rooms, does not say what lives in {missing}"
 
 
 def test_imports_point_up() -> None:
     wrong = [line for module, path in project_modules().items() for line in wrong_imports(module, path.read_text())]
-    assert not wrong, "each module imports from rows above it only (ROWS in tests/test_layering.py)"
+    assert not wrong, "each folder imports from rows above it only (ROWS in tests/test_layering.py)"
 
 
 def test_packages_are_empty() -> None:
     """An import in a package's own file would make every module of it import that."""
     for package in PACKAGES:
-        body = ast.parse((PROJECT / package / "__init__.py").read_text()).body
-        assert all(isinstance(node, ast.Expr) for node in body), f"{package}/__init__.py holds a docstring only"
+        for path in (PROJECT / package).rglob("__init__.py"):
+            body = ast.parse(path.read_text()).body
+            assert all(isinstance(node, ast.Expr) for node in body), f"{path} holds a docstring only"
 
 
 def test_distributed_stays_in_its_rooms() -> None:
     for module, path in project_modules().items():
-        if module not in DISTRIBUTED_ROOMS:
+        if not any(in_room(module, room) for room in DISTRIBUTED_ROOMS):
             assert not distributed_words(path.read_text()), f"{module}: this belongs into {DISTRIBUTED_ROOMS}"
+
+
+def test_tests_mirror_the_folders() -> None:
+    """Who changes a folder finds its tests in the folder of the same name."""
+    folders = {path.parent.name for path in (PROJECT / "utils").glob("*/__init__.py")} | {"models"}
+    missing = sorted(name for name in folders if not list((PROJECT / "tests" / name).glob("test_*.py")))
+    assert not missing, f"tests/ has no tests in {missing}"
 
 
 def test_no_room_for_everything() -> None:
@@ -207,11 +144,12 @@ def test_sources_are_ascii() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("utils.metrics.boxes", "from utils.config.flags import ROOT"),  # a lower row
-        ("utils.metrics.boxes", "from utils import logging"),  # the same row
+        ("utils.metrics.boxes", "from utils.data.index import LabelIndex"),  # a lower row
+        ("utils.metrics.boxes", "from utils.plots import charts"),  # the same row
         ("utils.training.loss", "def f():\n    import models.yolo"),  # hidden in a function
         ("utils.training.loss", "import importlib\nimportlib.import_module('val')"),
-        ("models.yolo", "from models.families import FAMILIES"),
+        ("utils.core.errors", "from utils.config.flags import ROOT"),
+        ("models.yolo", "from utils.run.state import Run"),
         ("train", "import benchmarks.train_step"),
     ],
 )
@@ -220,7 +158,13 @@ def test_wrong_imports_are_seen(module: str, source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["from models.common import Conv", "import logging", "from utils.core.errors import X"]
+    "source",
+    [
+        "from models.common import Conv",
+        "import logging",
+        "from utils.core.errors import X",
+        "from utils.data import index",
+    ],
 )
 def test_right_imports_are_not(source: str) -> None:
     assert not wrong_imports("models.yolo", source)

@@ -284,8 +284,8 @@ def test_class_in_a_script_without_guard(data: Path, tmp_path: Path) -> None:
     assert others in (["imported __mp_main__"], ["imported __mp_main__"] * 2), "the first worker's word ends the second"
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.endswith(
-        "utils.core.errors.UserError: a callback is defined in the script that trains, so every worker imports that script, "
-        "and the training in it must not start again: put it behind a guard\n\n"
+        "utils.core.errors.UserError: a callback is defined in the script that trains, so every worker imports that "
+        "script, and the training in it must not start again: put it behind a guard\n\n"
         '    if __name__ == "__main__":\n'
         '        YOLO(...).train(..., device="0,1")\n\n'
         "or move the callback's class to a module of its own\n"

@@ -26,7 +26,7 @@ from utils.data.dataset import DetectionDataset
 from utils.data.image_cache import ImageCache
 from utils.data.index import open_splits
 from utils.data.loaders import val_loader
-from utils.metrics.average_precision import ImageResult
+from utils.metrics.average_precision import Evaluation, ImageResult
 from utils.torch_utils import process_group, save_checkpoint
 
 NAMES = ["RBC", "WBC", "Platelets"]
@@ -45,7 +45,7 @@ def saved(path: Path, model: DetectionModel, imgsz: int) -> Path:
     return path
 
 
-def run(config: ValConfig) -> val.Evaluation:
+def run(config: ValConfig) -> Evaluation:
     with process_group("cpu") as env:
         evaluation = val.run(config, env).evaluation
     assert evaluation is not None
@@ -53,7 +53,7 @@ def run(config: ValConfig) -> val.Evaluation:
 
 
 class Measured(NamedTuple):
-    evaluation: val.Evaluation
+    evaluation: Evaluation
     metrics: list[dict[str, Any]]
     said: str
 
@@ -101,7 +101,7 @@ def test_what_is_said_and_written(bccd: Measured) -> None:
 
 @needs_shared
 def test_pycocotools(bccd: Measured) -> None:
-    """The same detections scored by COCO's own code; `utils.metrics.average_precision` says what the differences come from."""
+    """The same detections scored by COCO's own code; what the differences come from is said with ours."""
     pytest.importorskip("pycocotools")
     ours = bccd.evaluation.metrics
     theirs = coco_ap(bccd.evaluation.images, 3)  # (3, 10)

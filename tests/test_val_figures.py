@@ -18,6 +18,8 @@ from tests.test_val import saved, yolov5n
 from utils.config.data_yaml import load_data
 from utils.config.flags import ValConfig
 from utils.data.index import open_splits
+from utils.metrics.average_precision import Evaluation
+from utils.run.inputs import detection_cap
 from utils.torch_utils import load_checkpoint
 
 DENSE = 301  # labels of one image
@@ -108,7 +110,7 @@ def test_many_labels_raise_the_cap(data: Path, tmp_path: Path, capsys: pytest.Ca
         val.doubts_about_figures(ValConfig(weights="a.pt", max_det=cap), index) for cap in (0, 300, DENSE, 2 * DENSE)
     ]
     assert [len(some) for some in doubts] == [0, 2, 1, 0]
-    assert [val.detection_cap(asked, index) for asked in (0, 20)] == [2 * DENSE, 20]
+    assert [detection_cap(asked, index) for asked in (0, 20)] == [2 * DENSE, 20]
 
 
 def test_trainings_measure_likewise(
@@ -117,7 +119,7 @@ def test_trainings_measure_likewise(
     """They have no flag for the cap (ultralytics/yolov5#2479); a class without labels is there (#158)."""
     evaluate, kept = val.evaluate, []
 
-    def noted(*args: Any, **more: Any) -> val.Evaluation | None:
+    def noted(*args: Any, **more: Any) -> Evaluation | None:
         kept.append(more["max_det"])
         return evaluate(*args, **more)
 

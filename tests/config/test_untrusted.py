@@ -24,9 +24,8 @@ from hypothesis import strategies as st
 
 from models.yolo import DetectionModel
 from tests.runs import make_data
-from utils.config import flags as config_module
 from utils.config.data_yaml import load_data
-from utils.config.flags import DetectConfig, find_yaml, load_hyp, load_yaml
+from utils.config.flags import LARGEST_YAML, DetectConfig, find_yaml, load_hyp, load_yaml
 from utils.core.errors import UserError
 from utils.core.logging import CsvLog
 from utils.data.image_cache import HEADER_BYTES, ImageCache
@@ -140,7 +139,7 @@ def test_large_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"class number {number}" for number in range(21_841)]
     path = tmp_path / "x.yaml"
     path.write_text(DATA.replace("[cat, dog]", json.dumps(names)))
-    assert path.stat().st_size < config_module.LARGEST_YAML / 4
+    assert path.stat().st_size < LARGEST_YAML / 4
     with path.open("ab") as file:
         file.truncate(1 << 40)  # takes no room on the disk
     refused(lambda: load_data(path), "has more than 2097152 bytes")

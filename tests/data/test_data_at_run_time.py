@@ -35,6 +35,7 @@ from tests.dist.launch import descendants, free_port, kill, start, torchrun, wai
 from utils.config.flags import Hyp, find_yaml, load_yaml
 from utils.core.errors import LostDataError, UserError
 from utils.core.image_files import RETRY_AFTER, ImageError, _Storage, image_size, retried
+from utils.core.wording import duration
 from utils.data.augmentations import GREY, letterbox
 from utils.data.dataset import SUBSTITUTES, DetectionDataset, create_cache
 from utils.data.index import LabelIndex, build_index, read_image, replacing
@@ -42,7 +43,8 @@ from utils.data.loader_notes import being_read, deaths_explained
 from utils.data.loaders import TrainLoader, train_loader, val_loader
 from utils.data.report import NOTHING_FOUND, REPLACED, UnreadableImages
 from utils.data.sampler import SampleRequest, epoch_order, val_batches
-from utils.run.progress import RunClock, duration
+from utils.metrics.average_precision import Evaluation
+from utils.run.progress import RunClock
 from utils.torch_utils import DistEnv, process_group
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
@@ -362,7 +364,7 @@ def test_in_validation_nothing_is_found_in_it(index: LabelIndex, tmp_path: Path)
     model = DetectionModel(load_yaml(find_yaml("yolov5n.yaml", "model")), 4, names).eval()
     with process_group("cpu") as env:
 
-        def evaluate(workers: int) -> val.Evaluation:
+        def evaluate(workers: int) -> Evaluation:
             with closing(val_loader(DetectionDataset(index, OFF, None, 64), 4, env, workers)) as loader:
                 found = val.evaluate(model, YOLOV5, loader, index, names, env, conf_thres=1e-5)
                 assert found is not None

@@ -381,7 +381,8 @@ def test_secrets_are_not_shown() -> None:
 
 # Several at once ------------------------------------------------------------------------------------------------------
 
-ASK = "import sys; sys.path.insert(0, {root!r}); from pathlib import Path; from utils.data.downloads import fetch_weights; "
+ASK = "import sys; sys.path.insert(0, {root!r}); from pathlib import Path; "
+ASK += "from utils.data.downloads import fetch_weights; "
 ASK += "fetch_weights(Path('yolov5s.pt'))"
 
 

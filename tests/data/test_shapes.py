@@ -250,7 +250,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 
 def start_python(code: str, root: Path, environment: dict[str, str] | None = None) -> "subprocess.Popen[bytes]":
     """A process of its own that runs ``code`` with small sets."""
-    head = f"import sys; from pathlib import Path; from utils.data import shapes; from utils.data.shapes import *; SMALL = {SMALL}; "
+    head = "import sys; from pathlib import Path; from utils.data import shapes; from utils.data.shapes import *; "
+    head += f"SMALL = {SMALL}; "
     run = [sys.executable, "-c", f"{head}shapes.COUNTS = SMALL; root = Path(sys.argv[1]); {code}", str(root)]
     return subprocess.Popen(run, cwd=PROJECT, env={**os.environ, **(environment or {})})
 

@@ -510,7 +510,7 @@ def test_classes_of_a_session_cannot_travel(tmp_path: Path) -> None:
         ),
         (
             "jsonl",
-            "callbacks[0] is of type str, not a callback; write a subclass of utils.run.callbacks.Callback at the",
+            "callbacks[0] is of type str, not a callback; write a subclass of lockstep.Callback at the",
         ),
         (Plain, "callbacks[0] is the class Plain itself; give an object: Plain()"),
         (

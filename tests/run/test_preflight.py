@@ -26,7 +26,8 @@ def test_nothing_heavy_is_imported() -> None:
 )
 def test_opencv(body: str, words: list[str], tmp_path: Path) -> None:
     (tmp_path / "cv2.py").write_text(body)
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from utils.run.preflight import check_opencv; check_opencv()"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
+    code += "from utils.run.preflight import check_opencv; check_opencv()"
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert all(word in done.stderr for word in (*words, "opencv-python-headless"))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 
 from utils.run.progress import LOOK_EVERY
-from utils.training.skips import LONGEST, SkipLog, Skipped
+from utils.training.bad_batches import LONGEST, SkipLog, Skipped
 
 FINITE = torch.tensor([0.5, 1.0, 0.0])
 NAN, INF = torch.tensor([0.5, float("nan"), 0.0]), torch.tensor([0.5, 1.0, float("inf")])

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.models.test_build import SPEC
 from tests.runs import flags, make_data, train_here
+from utils.training.bad_batches import FACTOR, LONGEST, SETTLED, Spike, SpikeLog
 from utils.training.loss import DetectionLoss
-from utils.training.spikes import FACTOR, LONGEST, SETTLED, Spike, SpikeLog
 
 AT = SETTLED + 8  # the micro-batch whose loss leaps in the run below
 

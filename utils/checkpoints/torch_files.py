@@ -70,8 +70,8 @@ class TorchFile:
         path: of the file.
 
     Attributes:
-        root: the object that was saved, as `utils.checkpoints.inert_pickle.read_pickle` gives it, with a `StoredTensor` for each
-            tensor.
+        root: the object that was saved, as `utils.checkpoints.inert_pickle.read_pickle` gives it, with a
+            `StoredTensor` for each tensor.
 
     Raises:
         RefusedError: the file is damaged, not of torch.save, in its format from before version 1.6, or asks for a call.

@@ -43,7 +43,6 @@ from utils.core.errors import (
 )
 from utils.core.heartbeat import STALLED
 from utils.core.signals import BEGAN, OURS, STARTED
-from utils.run.folder import how_to_go_on, write_resume_file
 from utils.torch_utils import LOST, TIMED_OUT, DistEnv
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")  # others kill the launcher, not its workers
@@ -89,7 +88,11 @@ def worker_devices(flag: str | int | Sequence[str | int], env: DistEnv, least: i
 
 
 def launch(
-    command: Sequence[str], devices: Sequence[torch.device], folder: Path | None = None, max_restarts: int = 0
+    command: Sequence[str],
+    devices: Sequence[torch.device],
+    folder: Path | None = None,
+    max_restarts: int = 0,
+    going_on: Callable[[Path, bool], list[str]] = lambda run_dir, stopped: [],
 ) -> Failure | None:
     """Run a Python script once for each device, and wait for the end of all. Takes over signals: main thread only.
 
@@ -101,6 +104,8 @@ def launch(
         devices: as many workers.
         folder: for small files, to be removed by the caller; None makes one and removes it.
         max_restarts: how often all workers are started again after one has failed; see `utils.run.restarts`.
+        going_on: gives the lines that tell how to go on with the run of a folder, and notes there whether it was
+            stopped.
 
     Returns:
         None if all succeeded in the end.
@@ -127,18 +132,16 @@ def launch(
         failure = explain(error.failures, _note(logs), [_last_line(text) for text in _tracebacks(_last_life(logs))])
         if failure.status == RESUMABLE and not any(logs.rglob(STOPPED)):  # before there was anything to save
             return replace(failure, text=f"rank {failure.rank} was told to stop; all other ranks were ended")
-        return replace(failure, text="\n".join([failure.text, *_how_to_go_on(logs)])) if failure.text else failure
+        return replace(failure, text="\n".join([failure.text, *_lines(logs, going_on)])) if failure.text else failure
     except SignalException as error:
         statuses = {int(path.read_text()) for path in logs.rglob(STOPPED)}
         if statuses == {RESUMABLE}:  # its worker has said how to go on
             return Failure(RESUMABLE, None, "")
         if statuses:  # the error is said
-            return Failure(min(statuses), None, "\n".join(_how_to_go_on(logs)))
-        for run_dir in _run_dirs(logs):
-            write_resume_file(run_dir)
+            return Failure(min(statuses), None, "\n".join(_lines(logs, going_on)))
         name = signal.Signals(error.sigval).name
         said = f"stopped by {name}; so were the {len(devices)} workers"
-        return Failure(128 + error.sigval, None, "\n".join([said, *_how_to_go_on(logs)]))
+        return Failure(128 + error.sigval, None, "\n".join([said, *_lines(logs, going_on, stopped=True)]))
     finally:
         if folder is None:
             shutil.rmtree(logs, ignore_errors=True)
@@ -196,9 +199,9 @@ def _note(logs: Path) -> str:
     return next((path.read_text() for path in sorted(_last_life(logs).glob(f"*/{STALLED}"))), "")
 
 
-def _how_to_go_on(logs: Path) -> list[str]:
-    """Return the line that tells how to go on with the workers' run, none where nothing was saved."""
-    return [line for run_dir in _run_dirs(logs) for line in how_to_go_on(run_dir)]
+def _lines(logs: Path, going_on: Callable[[Path, bool], list[str]], stopped: bool = False) -> list[str]:
+    """Return what `launch` is told to say of the workers' run, nothing where there is none."""
+    return [line for run_dir in _run_dirs(logs) for line in going_on(run_dir, stopped)]
 
 
 def _run_dirs(logs: Path) -> list[Path]:

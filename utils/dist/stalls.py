@@ -16,10 +16,10 @@ from utils.config.flags import ROOT
 from utils.core import heartbeat
 from utils.core.logging import get_logger
 from utils.dist import watchdog
-from utils.run.progress import WORTH_SAYING
 from utils.torch_utils import DistEnv, all_gather_rows, gather_on_machine, once_per_machine
 
 SHORTEST_EPOCH = 5.0  # seconds; in less than that a hiccup of the machine is a large share
+WORTH_SAYING = 0.2  # of the time, that something waits
 MARK = 16  # bytes at the end of the heartbeats' file that tell it from another one
 
 
@@ -108,7 +108,7 @@ def _start_watchdog(files: _Files, env: DistEnv, warning: float, timeout: float,
     numbers = (files.beats, files.stacks, os.getpid(), warning, timeout, env.world_size, int(queued))
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(ROOT / "utils" / "watchdog.py"), *map(str, numbers)],
+            [sys.executable, "-I", "-S", str(ROOT / "utils" / "dist" / "watchdog.py"), *map(str, numbers)],
             cwd="/",
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -2,9 +2,9 @@
 
     python -I -S utils/dist/watchdog.py BEATS STACKS STARTER WARNING TIMEOUT RANKS QUEUED
 
-`utils.dist.stalls` starts it. BEATS and STACKS are descriptors: the ranks' heartbeats, and the file that they write their
-Python stacks to when they get STACK_SIGNAL. STARTER is the process to end with. WARNING and TIMEOUT are seconds, 0 is
-never. RANKS is how many there are on all machines. QUEUED is 1 where collectives are queued on a device.
+`utils.dist.stalls` starts it. BEATS and STACKS are descriptors: the ranks' heartbeats, and the file that they write
+their Python stacks to when they get STACK_SIGNAL. STARTER is the process to end with. WARNING and TIMEOUT are seconds,
+0 is never. RANKS is how many there are on all machines. QUEUED is 1 where collectives are queued on a device.
 
 Imports the standard library only, which keeps it small: about 10 MB.
 """
@@ -17,7 +17,7 @@ import time
 from typing import NamedTuple
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # -I leaves it out
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))  # -I leaves it out
 
 from utils.core.heartbeat import STALLED, Beat, Phase, read_beats
 

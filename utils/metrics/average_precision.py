@@ -17,13 +17,13 @@ How the AP here differs from COCO's (pycocotools), for the same detections:
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from utils.core.short_names import one_line
+from utils.core.wording import one_line
 
 FloatArray = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.integer[Any]]
@@ -239,7 +239,7 @@ class Metrics:
         return fitness(self.map50, self.map)
 
     def value(self, name: str) -> float:
-        """Return the mean that a name of ``utils.config.flags.METRICS`` stands for, nan without labels; larger is better."""
+        """Return the mean that a name of ``METRICS`` of the flags stands for, nan without labels; larger is better."""
         values = {"fitness": self.fitness, "mAP50": self.map50, "mAP50-95": self.map, "precision": self.p}
         return float((values | {"recall": self.r, "F1": _mean(self.per_class.f1)})[name])
 
@@ -328,6 +328,25 @@ class ImageResult:
     index: int
     detections: FloatArray
     labels: FloatArray
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one pass over a split gives.
+
+    Attributes:
+        metrics: precision, recall and AP, overall and for each class.
+        losses: [box, objectness, class] over the whole split; zeros without a criterion.
+        speed: milliseconds per image: preparing, inference, NMS.
+        images: detections and labels of each image, batch by batch.
+        unreadable: images that could not be read, reason by path; they count as images in which nothing was found.
+    """
+
+    metrics: Metrics
+    losses: list[float]
+    speed: dict[str, float]
+    images: list[ImageResult]
+    unreadable: dict[str, str] = field(default_factory=dict)
 
 
 class ConfusionMatrix:

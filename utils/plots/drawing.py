@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from utils.core.short_names import one_line
+from utils.core.wording import one_line
 
 Color = tuple[int, int, int]  # as OpenCV orders it: blue, green, red
 

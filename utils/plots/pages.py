@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from utils.core.image_files import read_image
-from utils.core.short_names import shorten
+from utils.core.wording import shorten
 from utils.plots.drawing import PALETTE, class_color, draw_detections, put_text, text_width, written_name
 
 Array = NDArray[Any]

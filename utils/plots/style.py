@@ -10,7 +10,7 @@ from matplotlib import font_manager, ft2font
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from utils.core.short_names import one_line, shorten
+from utils.core.wording import one_line, shorten
 
 # Okabe and Ito 2008, "Color Universal Design": told apart with any kind of color vision. Black is kept for means, and
 # what is too light for lines on white, yellow and grey, is darker here. In the order of the boxes on pictures.

@@ -308,7 +308,7 @@ def check_callbacks(callbacks: object, argument: str = "callbacks") -> None:
             problems.add(f"{where} is the class {callback.__name__} itself; give an object: {callback.__name__}()")
         elif not isinstance(callback, Callback):
             problems.add(
-                f"{where} is {_described(callback)}, not a callback; write a subclass of utils.run.callbacks.Callback at "
+                f"{where} is {_described(callback)}, not a callback; write a subclass of lockstep.Callback at "
                 f"the top level of a module, or use {BUILT_IN}"
             )
         else:

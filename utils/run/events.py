@@ -3,9 +3,8 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import val
 from utils.config.flags import config_to_dict
-from utils.metrics.average_precision import Metrics
+from utils.metrics.average_precision import Evaluation, Metrics
 from utils.run.callbacks import EpochEnd, Figures, TrainEnd, TrainStart
 from utils.run.state import Run
 
@@ -32,7 +31,7 @@ def train_start(run: Run, losses: Sequence[str], resumed: bool) -> TrainStart:
 
 
 def epoch_end(
-    run: Run, losses: Mapping[str, float], evaluation: val.Evaluation | None, better: bool, seconds: float
+    run: Run, losses: Mapping[str, float], evaluation: Evaluation | None, better: bool, seconds: float
 ) -> EpochEnd:
     """Describe an epoch that was trained and maybe validated.
 
@@ -56,7 +55,7 @@ def epoch_end(
     )
 
 
-def train_end(run: Run, evaluation: val.Evaluation | None) -> TrainEnd:
+def train_end(run: Run, evaluation: Evaluation | None) -> TrainEnd:
     """Describe a finished run.
 
     Args:
@@ -73,7 +72,7 @@ def rates(run: Run, epoch: int) -> dict[str, float]:
     return {f"lr{group}": rate for group, rate in enumerate(run.schedule.lr(last_batch))}
 
 
-def figures(run: Run, evaluation: val.Evaluation | None) -> Figures | None:
+def figures(run: Run, evaluation: Evaluation | None) -> Figures | None:
     """Return what of a validation callbacks are told; None without one."""
     if evaluation is None:
         return None

@@ -202,6 +202,13 @@ def how_to_go_on(run_dir: Path) -> list[str]:
     return [f"go on with: {resume_command(run_dir)}"] if has_checkpoint(run_dir) else []
 
 
+def going_on(run_dir: Path, stopped: bool) -> list[str]:
+    """For a launcher whose workers are gone: `how_to_go_on`; if they were stopped, RESUME is left as well."""
+    if stopped:
+        write_resume_file(run_dir)
+    return how_to_go_on(run_dir)
+
+
 def resume_command(run_dir: Path) -> str:
     """Return the command that goes on with a run as it was started: by itself, or by a launcher on as many ranks."""
     env, line = dist_env(), shlex.join([script("train.py"), "--resume", str(run_dir)])

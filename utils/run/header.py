@@ -7,12 +7,13 @@ import torch
 
 from models.costs import count_flops
 from utils.config.flags import MAX_DET
+from utils.core.wording import format_lines
 from utils.data.loaders import share_workers
 from utils.run.folder import lockstep_version
-from utils.run.progress import format_lines, machine
+from utils.run.inputs import detection_cap
+from utils.run.progress import machine
 from utils.run.state import Run
 from utils.torch_utils import backend
-from val import detection_cap
 
 
 def header(run: Run) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from models.build import check_imgsz, fit_imgsz, freeze, network_spec, start_from, trained_on, with_anchor_count
@@ -17,7 +18,17 @@ from models.memory import check_batch
 from models.yolo import DetectionModel, load_state
 from utils.checkpoints.files import checkpoint_bytes
 from utils.config.data_yaml import DataConfig, is_fetched, load_data
-from utils.config.flags import ROOT, Hyp, Recipe, TrainConfig, ValConfig, build_config, config_to_dict, load_recipe
+from utils.config.flags import (
+    MAX_DET,
+    ROOT,
+    Hyp,
+    Recipe,
+    TrainConfig,
+    ValConfig,
+    build_config,
+    config_to_dict,
+    load_recipe,
+)
 from utils.core.devices import check_half
 from utils.core.errors import Problems, UserError
 from utils.core.heartbeat import Phase, beat
@@ -215,7 +226,7 @@ def check_same_settings(settings: Mapping[str, Any], env: DistEnv) -> None:
 def code_digest() -> str:
     """Digest of this program's own code, short enough to be read."""
     found = hashlib.sha256()
-    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("models/*.py"), *ROOT.glob("utils/*.py")]):
+    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("models/**/*.py"), *ROOT.glob("utils/**/*.py")]):
         found.update(path.read_bytes())
     return found.hexdigest()[:12]
 
@@ -473,3 +484,19 @@ def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
     for doubt in [*data.doubts, *findings, *doubts_about_depth(indexes, env)]:
         get_logger().warning(doubt)
     return ValInputs(data, model, family, imgsz, indexes[config.split], findings)
+
+
+def detection_cap(asked: int, index: LabelIndex) -> int:
+    """Return how many detections of an image are kept.
+
+    Args:
+        asked: so many; 0 = 300, or twice the labels of the densest image where these are more. With just as many the
+            places of unsure but right ones would be taken by wrong ones.
+        index: of the split.
+    """
+    return asked or max(MAX_DET, 2 * most_labels(index))
+
+
+def most_labels(index: LabelIndex) -> int:
+    """Return the labels of the densest image of a split."""
+    return int(np.diff(index.offsets).max(initial=0))

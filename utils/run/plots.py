@@ -1,8 +1,8 @@
 """The pictures of a run: what they show, handed to a process that draws them while training goes on.
 
-Nothing here imports matplotlib. A run hands over plain arrays; a short-lived process (``utils.plots.worker``) takes what
-has gathered, draws it and ends. There is never more than one, it is the run's to wait for at its end, and whatever goes
-wrong with it is a warning.
+Nothing here imports matplotlib. A run hands over plain arrays; a short-lived process (``utils.plots.worker``) takes
+what has gathered, draws it and ends. There is never more than one, it is the run's to wait for at its end, and
+whatever goes wrong with it is a warning.
 """
 
 import contextlib

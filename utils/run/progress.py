@@ -4,42 +4,23 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TextIO
 
 import torch
 from tqdm import tqdm
 
 from utils.core.devices import memory_usage
-from utils.core.logging import get_logger
+from utils.core.wording import duration
+from utils.dist.stalls import WORTH_SAYING
 from utils.torch_utils import DistEnv
 
 PLAIN_EVERY = 60.0  # seconds between two lines of an epoch where there is no terminal
-WORTH_SAYING = 0.2  # of the time, that something waits
 COLUMNS = 80  # of a terminal that does not say how wide it is
 BAR = "{desc} {percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}"
 NO_BAR = "{desc} {percentage:3.0f}% {n_fmt}/{total_fmt}{postfix}"
 BAR_COLUMNS = len("|            |")
 LOOK_EVERY = 10  # micro-batches between two looks at the losses: each look makes the host wait for the device
-
-
-def format_lines(lines: Iterable[tuple[str, str]]) -> str:
-    """Return rows of a word and what there is to say of it, in two columns."""
-    return "\n".join(f"{word:<11} {text}" for word, text in lines)
-
-
-def switched_on(asked: bool, word: str, reasons: Mapping[str, bool]) -> bool:
-    """Whether something was asked for and works here; if only that it was asked for, a line says why not.
-
-    Args:
-        asked: for it.
-        word: what the line calls it.
-        reasons: why it would not work, and whether that holds; the first that does is said.
-    """
-    why = next((reason for reason, holds in reasons.items() if holds), "")
-    if asked and why:
-        get_logger().info(format_lines([(word, f"off: {why}")]))
-    return asked and not why
 
 
 def machine(device: torch.device) -> str:
@@ -50,13 +31,6 @@ def machine(device: torch.device) -> str:
     else:
         hardware = f"{device}, {torch.get_num_threads()} threads"
     return f"torch {torch.__version__}, Python {platform.python_version()}, {platform.system()}, {hardware}"
-
-
-def duration(seconds: float) -> str:
-    """Return a time as people write it: 0:42, 12:03, 3:07:00."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class RunClock:

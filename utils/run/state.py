@@ -30,10 +30,9 @@ from utils.run.folder import how_to_go_on, is_finished, versions, write_resume_f
 from utils.run.inputs import data_facts
 from utils.run.plots import Plots
 from utils.torch_utils import BatchPlan, DistEnv, ModelEMA, all_gather_rows, all_reduce_sum, barrier, once
+from utils.training.bad_batches import SkipLog, SpikeLog
 from utils.training.loss import DetectionLoss
 from utils.training.optim import Schedule, load_optimizer
-from utils.training.skips import SkipLog
-from utils.training.spikes import SpikeLog
 from utils.training.steps import BufferSnapshot, Precision
 
 VOTES = 3  # of a rank at the end of a window: to stop, to save, and where it is; see `votes`

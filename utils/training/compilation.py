@@ -1,9 +1,10 @@
-"""The network compiled by torch.compile (``--compile``), with what that costs and when it has paid off."""
+"""The network compiled by torch.compile (``--compile``), or captured as a CUDA graph (``--cuda-graph``)."""
 
 import math
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,27 @@ from utils.config.flags import TrainConfig
 from utils.core.devices import time_on
 from utils.core.errors import UserError
 from utils.core.heartbeat import Phase, alive, beat
-from utils.run.progress import duration, switched_on
+from utils.core.logging import get_logger
+from utils.core.wording import duration, format_lines
 from utils.torch_utils import DistEnv
 from utils.training.steps import BufferSnapshot, Precision
 
 TIMED_PASSES = 3
 DEVICES = ("cpu", "cuda")
+
+
+def switched_on(asked: bool, word: str, reasons: Mapping[str, bool]) -> bool:
+    """Whether something was asked for and works here; if only that it was asked for, a line says why not.
+
+    Args:
+        asked: for it.
+        word: what the line calls it.
+        reasons: why it would not work, and whether that holds; the first that does is said.
+    """
+    why = next((reason for reason, holds in reasons.items() if holds), "")
+    if asked and why:
+        get_logger().info(format_lines([(word, f"off: {why}")]))
+    return asked and not why
 
 
 def can_compile(config: TrainConfig, env: DistEnv, sync_bn: bool) -> bool:
@@ -110,3 +126,47 @@ def _seconds_of_a_pass(raw_model: nn.Module, images: Tensor, precision: Precisio
     sum(output.float().mean() for output in outputs).backward()
     raw_model.zero_grad(set_to_none=True)
     return time_on(images.device) - start
+
+
+# Forward and backward pass as a CUDA graph: the host starts each with one call ---------------------------------------
+
+
+def can_capture(config: TrainConfig, env: DistEnv) -> bool:
+    """Whether ``--cuda-graph`` was asked for and works here; if only that it was asked for, a line says why not."""
+    reasons = {
+        f"{env.world_size} ranks exchange statistics and gradients in the middle of it": env.world_size > 1,
+        f"it needs CUDA, and this run is on {env.device}": env.device.type != "cuda",
+        "--dp makes new copies of the network for each batch": config.dp,
+        "--multi-scale changes the size of the images": config.multi_scale,
+        "--rect changes the size of the images": config.rect,
+    }
+    return switched_on(config.cuda_graph, "cuda graph", reasons)
+
+
+def capture(raw_model: nn.Module, images: Tensor, precision: Precision) -> None:
+    """Make a network's forward and backward pass in training mode replay a CUDA graph.
+
+    Weights and statistics stay as they are. Afterwards no parameter or buffer may be replaced by another tensor.
+
+    Args:
+        raw_model: on its CUDA device.
+        images: (B, 3, H, W) of the shape, dtype and memory format of all that follow; the graph's own input.
+        precision: of the training.
+    """
+    raw_model.train()
+    buffers = BufferSnapshot(raw_model)
+    with precision.autocast(images.device.type, cache=False):  # a cached weight would be the same at every replay
+        torch.cuda.make_graphed_callables(raw_model, (images,), allow_unused_input=True)
+    buffers.restore(torch.ones((), device=images.device))  # PyTorch warms up with passes of its own
+    own_gradients(raw_model)
+
+
+def own_gradients(raw_model: nn.Module) -> None:
+    """Give parameters gradients in memory of their own.
+
+    A graph writes them to the same place at every replay. Autograd would take that place for ``.grad``, so that the
+    second batch of a window would overwrite the sum that it is to be added to.
+    """
+    for parameter in raw_model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: None if gradient is None else gradient.clone())

@@ -12,7 +12,7 @@ from utils.core.devices import as_typed, parse_device
 from utils.core.errors import UserError
 from utils.core.heartbeat import waiting
 from utils.core.logging import get_logger
-from utils.run.progress import format_lines
+from utils.core.wording import format_lines
 from utils.torch_utils import DistEnv, average_in_bf16
 from utils.training.steps import Precision
 
