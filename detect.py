@@ -40,6 +40,7 @@ from utils.config.command_line import repeated_flags
 from utils.core.devices import check_half
 from utils.core.errors import Problems, UserError, run_cli
 from utils.core.logging import get_logger
+from utils.dist.place import DistEnv, dist_env
 from utils.inference.detection_files import DetectionFiles, annotate, check_codec
 from utils.inference.sources import (
     Frame,
@@ -56,7 +57,7 @@ from utils.inference.sources import (
 from utils.plots.drawing import lettering_doubts
 from utils.run.folder import create_run_dir
 from utils.run.preflight import check_run_folder
-from utils.torch_utils import DistEnv, dist_env, process_group
+from utils.torch_utils import process_group
 
 END_KEYS = (ord("q"), 27)  # 27: escape
 IMAGE_SHOWN = 1000  # milliseconds that an image stays in the window unless a key is pressed

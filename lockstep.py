@@ -34,9 +34,11 @@ import val
 from models.families import Family, build_model, family_of, load_weights
 from models.yolo import DetectionModel
 from utils.config.command_line import given_keywords
-from utils.config.flags import ROOT, TrainConfig, ValConfig, build_config, find_yaml, load_yaml
+from utils.config.flags import TrainConfig, ValConfig, build_config
+from utils.config.yaml_files import ROOT, find_yaml, load_yaml
 from utils.core.errors import RESUMABLE, USER_ERROR, Stopped, UserError, await_turn, run_cli
 from utils.core.signals import CTRL_C, interrupts_held
+from utils.dist.collectives import broadcast_object
 from utils.dist.job_files import (
     MISTAKE,
     OUTCOME,
@@ -51,21 +53,14 @@ from utils.dist.job_files import (
     write_outcome,
 )
 from utils.dist.launch import GRACE, as_worker, end_with_parent, launch, orphaned, variables_kept, worker_devices
+from utils.dist.place import ALONE, DistEnv, dist_env, rank_device
 from utils.inference.predictions import Prediction, predict, predict_config
 from utils.metrics.average_precision import fitness
 from utils.run import settings as command
 from utils.run.callbacks import STOP, Callback, check_callbacks, check_picklable
 from utils.run.folder import going_on
 from utils.run.inputs import check_classes
-from utils.torch_utils import (
-    ALONE,
-    DistEnv,
-    broadcast_object,
-    dist_env,
-    process_group,
-    rank_device,
-    save_checkpoint,
-)
+from utils.torch_utils import process_group, save_checkpoint
 
 __all__ = ["STOP", "YOLO", "Callback", "Results", "TrainingError", "UserError"]
 

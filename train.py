@@ -56,8 +56,19 @@ from utils.data.loader_notes import deaths_explained
 from utils.data.loaders import Batch, TrainLoader, ValLoader, resize_batch, share_workers, train_loader, val_loader
 from utils.data.report import NOTHING_FOUND, REPLACED, ScanReport, UnreadableImages, write_report
 from utils.data.sampler import batch_imgsz
+from utils.dist.collectives import (
+    all_gather_objects,
+    broadcast_object,
+    check_same_weights,
+    gather_objects,
+    is_posted,
+    once,
+    post,
+    start_all_reduce_sum,
+)
 from utils.dist.job_files import shown_weights
 from utils.dist.launch import as_worker, launch, say, tell_launcher
+from utils.dist.place import DistEnv, dist_env
 from utils.dist.stalls import Pace, watched
 from utils.metrics.average_precision import Evaluation, TableRow, format_table
 from utils.run.autobatch import automatic_batch
@@ -96,22 +107,7 @@ from utils.run.state import (
     save_in_epoch,
     votes,
 )
-from utils.torch_utils import (
-    DistEnv,
-    ModelEMA,
-    all_gather_objects,
-    broadcast_object,
-    check_same_weights,
-    dist_env,
-    gather_objects,
-    is_posted,
-    load_checkpoint,
-    once,
-    post,
-    process_group,
-    start_all_reduce_sum,
-    strip_checkpoint,
-)
+from utils.torch_utils import ModelEMA, load_checkpoint, process_group, strip_checkpoint
 from utils.training.bad_batches import LIMIT, LIMIT_FP16, SkipLog, SpikeLog
 from utils.training.compilation import can_capture, can_compile, capture, compile_network
 from utils.training.data_parallel import accumulating, replica_devices, replicate, wrap

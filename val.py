@@ -47,8 +47,10 @@ from utils.data.index import LabelIndex
 from utils.data.loader_notes import deaths_explained
 from utils.data.loaders import Batch, ValLoader, choose_num_workers, val_loader
 from utils.data.report import NOTHING_FOUND, ScanReport, UnreadableImages, write_report
+from utils.dist.collectives import gather_objects, once
 from utils.dist.job_files import shown_weights
 from utils.dist.launch import as_worker, launch, say, worker_devices
+from utils.dist.place import DistEnv, dist_env
 from utils.inference.val_files import (
     annotations_of,
     coco_results,
@@ -72,7 +74,7 @@ from utils.metrics.boxes import cxcywh_to_xyxy, scale_boxes
 from utils.run.folder import create_run_dir, script
 from utils.run.inputs import check_classes, detection_cap, most_labels, read_val_inputs
 from utils.run.plots import Plots
-from utils.torch_utils import DistEnv, dist_env, gather_objects, once, process_group
+from utils.torch_utils import process_group
 from utils.training.loss import DetectionLoss
 
 MANY_CLASSES = 50  # from here on the table shows them with --verbose only

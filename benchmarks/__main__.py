@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measuring import ROUNDS, Row, format_rows, load_of_others
-from utils.config.flags import ROOT
+from utils.config.yaml_files import ROOT
 from utils.core.errors import UserError, run_cli
 
 GROUPS = ("start", "loader", "labels", "optimizer", "train_step", "ranks", "evaluation", "checkpoint")

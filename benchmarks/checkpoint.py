@@ -34,7 +34,7 @@ import train
 from benchmarks.measuring import Row, format_rows, milliseconds, ratios, write_rows
 from utils.checkpoints.writer import Outcome
 from utils.config.data_yaml import build_train_config
-from utils.config.flags import ROOT
+from utils.config.yaml_files import ROOT
 from utils.core.errors import UserError, run_cli
 from utils.run.folder import release
 from utils.run.state import run_state

@@ -25,7 +25,7 @@ from utils.core.errors import run_cli
 from utils.core.logging import get_logger
 from utils.data.forks import fork_context
 from utils.data.index import LabelIndex, build_index, open_index
-from utils.torch_utils import ALONE
+from utils.dist.place import ALONE
 
 MANY, SOME, FEW = 100_000, 20_000, 1_000
 SCAN_LIMIT, SCAN_SECONDS, READ_SECONDS, GROWTH_MB = 0.6, 15.0, 0.05, 2.0

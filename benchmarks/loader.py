@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.measuring import Options, Row, milliseconds, ratios, run_group, take_turns
 from utils.config.data_yaml import load_data
-from utils.config.flags import Hyp
+from utils.config.recipe import Hyp
 from utils.core.errors import run_cli
 from utils.data import augmentations
 from utils.data.dataset import DetectionDataset, create_cache
@@ -35,7 +35,7 @@ from utils.data.image_lists import list_images
 from utils.data.index import LabelIndex, build_index
 from utils.data.loaders import collate, val_loader
 from utils.data.sampler import SampleRequest
-from utils.torch_utils import DistEnv
+from utils.dist.place import DistEnv
 
 IMGSZ = 640
 IMAGES = 128  # at most, all of them in the page cache

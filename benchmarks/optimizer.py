@@ -16,7 +16,8 @@ from torch.optim import SGD
 
 from benchmarks.measuring import Options, Row, milliseconds, ratios, run_group, take_turns
 from models.families import YOLOV5
-from utils.config.flags import Hyp, find_yaml, load_yaml
+from utils.config.recipe import Hyp
+from utils.config.yaml_files import find_yaml, load_yaml
 from utils.core.errors import run_cli
 from utils.torch_utils import ModelEMA, split_global_batch
 from utils.training.optim import build_optimizer, param_groups

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.data_yaml import DataConfig, load_data
-from utils.config.flags import ROOT
+from utils.config.yaml_files import ROOT
 from utils.core.errors import UserError
 from utils.data.fetch import ensure_data
 from utils.data.shapes import ensure_shapes

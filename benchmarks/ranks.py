@@ -33,9 +33,9 @@ from benchmarks.rank_group import there
 from benchmarks.ranks_worker import BATCHES, Counted
 from benchmarks.scaling import MANY_EPOCHS, Settings, copy_data, make_labels
 from benchmarks.scaling_rank import cores
-from utils.config.flags import ROOT
+from utils.config.yaml_files import ROOT
 from utils.core.errors import UserError, run_cli
-from utils.torch_utils import LAUNCHER_VARIABLES
+from utils.dist.place import LAUNCHER_VARIABLES
 
 RANKS = 2
 REACHED, WIRE = 0.9, 1.05  # the share of a limit; bytes over their limit

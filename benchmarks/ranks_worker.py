@@ -23,8 +23,10 @@ from benchmarks.train_step import Repeated
 from utils.config.flags import TrainConfig, build_config
 from utils.core.errors import run_cli
 from utils.data.loaders import Batch
+from utils.dist.collectives import all_reduce_sum, barrier
+from utils.dist.place import DistEnv, dist_env
 from utils.run.progress import RunClock
-from utils.torch_utils import DistEnv, all_reduce_sum, barrier, dist_env, process_group
+from utils.torch_utils import process_group
 
 BATCHES = 4  # that a contestant trains on in a round
 

@@ -26,9 +26,11 @@ from utils.core.devices import memory_usage
 from utils.core.errors import run_cli
 from utils.data.index import build_index
 from utils.data.loaders import Batch, ValLoader
+from utils.dist.collectives import barrier
+from utils.dist.place import dist_env
 from utils.run import state as run_state
 from utils.run.progress import RunClock
-from utils.torch_utils import barrier, dist_env, process_group
+from utils.torch_utils import process_group
 from utils.training import sync_bn
 
 WARMED_UP = 1_000  # an epoch after the warm-up, when windows have their full length

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.measuring import Options, Row, milliseconds, ratios, run_group, take_turns
-from utils.config.flags import ROOT
+from utils.config.yaml_files import ROOT
 from utils.core.errors import UserError, run_cli
 
 ANSWER_LIMIT, STEP_LIMIT = 3.0, 1.3
@@ -39,7 +39,7 @@ run_cli(lambda: train.main(sys.argv[1:]))
 BARE_STEP = f"""
 import torch
 from models.families import YOLOV5
-from utils.config.flags import find_yaml, load_yaml
+from utils.config.yaml_files import find_yaml, load_yaml
 from utils.training.steps import choose_precision
 model = YOLOV5.build(load_yaml(find_yaml({CFG!r}, "model")), 3, ["a", "b", "c"]).to(memory_format=torch.channels_last)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

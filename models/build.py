@@ -11,11 +11,13 @@ from torch import nn
 
 from models.families import Family, family_of, load_weights, weights_of
 from models.yolo import DetectionModel, load_state
-from utils.config.flags import LARGEST_IMGSZ, TrainConfig, find_yaml, load_yaml
+from utils.config.flags import LARGEST_IMGSZ, TrainConfig
+from utils.config.yaml_files import find_yaml, load_yaml
 from utils.core.errors import UserError
 from utils.core.logging import get_logger
 from utils.dist.job_files import shown_weights
-from utils.torch_utils import ALONE, BatchPlan
+from utils.dist.place import ALONE
+from utils.torch_utils import BatchPlan
 
 SMALL_BATCH = 16  # images, below which BatchNorm's statistics get noisy
 

@@ -16,13 +16,15 @@ from torch import Tensor
 from models.foreign_weights import read_weights
 from models.tta import augmented_anchors
 from models.yolo import DetectionModel, load_state
-from utils.config.flags import SHIPPED, Hyp
+from utils.config.recipe import Hyp
+from utils.config.yaml_files import SHIPPED
 from utils.core.errors import UserError
 from utils.core.logging import get_logger
 from utils.data.downloads import fetch_weights
 from utils.data.index import LabelIndex
+from utils.dist.collectives import once
+from utils.dist.place import DistEnv
 from utils.metrics.boxes import non_max_suppression
-from utils.torch_utils import DistEnv, once
 from utils.training import autoanchor
 from utils.training.loss import DetectionLoss
 

@@ -18,7 +18,7 @@ from models.yolo import DetectionModel
 from utils.checkpoints.files import check_readable, checkpoint_content, is_own, non_finite, opened
 from utils.checkpoints.inert_pickle import Record, RefusedError
 from utils.checkpoints.torch_files import StoredTensor, TorchFile
-from utils.config.flags import SHIPPED, load_yaml
+from utils.config.yaml_files import SHIPPED, load_yaml
 from utils.core.errors import UserError
 
 MOST_MODULES = 20_000  # of a network with all its layers' parts; the largest YOLOv5 has about 1,000

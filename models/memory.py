@@ -6,7 +6,7 @@ from models.costs import saved_bytes
 from models.yolo import DetectionModel
 from utils.core.errors import UserError
 from utils.data.image_cache import free_memory
-from utils.torch_utils import DistEnv
+from utils.dist.place import DistEnv
 from utils.training.steps import BufferSnapshot, Precision
 
 TRAINED_COPIES = 2  # of the weights that are trained: gradient and momentum

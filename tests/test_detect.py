@@ -23,7 +23,8 @@ from models.detector import fit
 from models.yolo import DetectionModel, load_state
 from tests.common import PROJECT, SHARED, needs_shared
 from tests.inference.test_sources import Handler, Server, exif_rotated, make_video, picture, pipe, write
-from utils.config.flags import DetectConfig, load_yaml, parse_detect
+from utils.config.flags import DetectConfig, parse_detect
+from utils.config.yaml_files import load_yaml
 from utils.core.errors import UserError
 from utils.inference import detection_files
 from utils.inference.detection_files import DetectionFiles, check_codec

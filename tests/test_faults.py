@@ -17,7 +17,7 @@ import train
 import val
 from models.families import YOLOV5
 from tests.common import PROJECT
-from utils.config.flags import find_yaml, load_yaml
+from utils.config.yaml_files import find_yaml, load_yaml
 from utils.core.errors import run_cli
 from utils.torch_utils import save_checkpoint
 

@@ -17,33 +17,31 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from utils.config.flags import Hyp
+from utils.config.recipe import Hyp
 from utils.core.devices import memory_usage, parse_device, time_on, to_device, upload
 from utils.core.errors import UserError
 from utils.core.seeds import rng_state, seed_everything, set_rng_state
-from utils.torch_utils import (
-    LAUNCHER_VARIABLES,
-    BatchPlan,
-    DistEnv,
-    ModelEMA,
+from utils.dist.collectives import (
     all_gather_objects,
     all_gather_rows,
     all_reduce_sum,
-    assign_device,
     barrier,
     broadcast_object,
-    dist_env,
-    foreach_lerp,
     gather_objects,
     gather_on_machine,
-    load_checkpoint,
     once,
     once_per_machine,
+    start_all_reduce_sum,
+)
+from utils.dist.place import LAUNCHER_VARIABLES, DistEnv, assign_device, dist_env, rank_device
+from utils.torch_utils import (
+    BatchPlan,
+    ModelEMA,
+    foreach_lerp,
+    load_checkpoint,
     process_group,
-    rank_device,
     save_checkpoint,
     split_global_batch,
-    start_all_reduce_sum,
 )
 from utils.training import steps
 from utils.training.optim import build_optimizer

@@ -20,7 +20,8 @@ from models.yolo import DetectionModel
 from tests.common import PROJECT, SHARED, copy_shared, needs_shared
 from tests.runs import launch, make_data
 from utils.config.data_yaml import load_data
-from utils.config.flags import Hyp, ValConfig
+from utils.config.flags import ValConfig
+from utils.config.recipe import Hyp
 from utils.core.errors import UserError
 from utils.data.dataset import DetectionDataset
 from utils.data.image_cache import ImageCache

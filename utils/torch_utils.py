@@ -8,9 +8,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from threading import Event, Thread, Timer
@@ -20,157 +20,35 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group, which its default arguments would hold for good
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.rendezvous import rendezvous
 
 from utils.checkpoints.files import check_finite, load_checkpoint, previous_path, write_checkpoint
-from utils.core.devices import as_typed, parse_device
-from utils.core.errors import ENDS, DivergedError, LostPeerError, Problems, UserError
-from utils.core.heartbeat import begun, collective, waiting
+from utils.core.errors import ENDS, LostPeerError, UserError
 from utils.core.logging import get_logger
 from utils.core.signals import stops_need_no_python, stops_reach_c
+from utils.dist.collectives import _board, _machine_group, all_gather_objects, barrier, broadcast_tensors
 from utils.dist.interfaces import interface_towards, ipv4_addresses
-from utils.dist.slurm import SlurmPlace, check_launched_once, slurm_place
+from utils.dist.place import DistEnv, dist_env, rank_device
 
-T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
-# Ranks ----------------------------------------------------------------------------------------------------------------
 
-# What torchrun sets for every worker; a process that has one of the first three was started by a launcher.
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 JOIN_TIMEOUT = 900  # seconds for all ranks to connect to the first one, as torchrun has them for its machines
+
+
 WAIT_LINE = 10  # seconds between lines of a rank that waits for that
+
+
 MEET_TIMEOUT, HINT_AFTER = 300, 60  # seconds: for all ranks at the meeting point; for the GPUs' first exchange
+
+
 ROLL_CALL = 2.0  # seconds in which ranks say that they are there, once others have waited in vain
+
+
 TIMED_OUT = ("Timed out waiting", "Application timeout caused pair closure")  # Gloo's words
+
+
 LOST = (*TIMED_OUT, "Connection closed by peer", "Connection reset by peer", "Broken pipe")  # Gloo's as well
-
-
-@dataclass(frozen=True)
-class DistEnv:
-    """The place of this process among all that train together; without a launcher the only one.
-
-    Attributes:
-        rank: global index, 0 to world_size - 1.
-        local_rank: index on this machine.
-        world_size: processes in the job.
-        local_world_size: processes on this machine.
-        node_rank: index of this machine.
-        device: what this process computes on.
-        launched: whether a launcher (torchrun, srun) started this process.
-        own_devices: whether each process may see devices of its own, as with ``srun --gpus-per-task=1``; those of
-            torchrun see the same ones.
-    """
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    node_rank: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    launched: bool = False
-    own_devices: bool = False
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this rank does the side effects: files, logs, progress bar."""
-        return self.rank == 0
-
-
-ALONE = DistEnv()
-
-
-def dist_env() -> DistEnv:
-    """Read the launcher's environment: torchrun's variables or, where there are none, SLURM's.
-
-    SLURM's place is written into torchrun's variables, which the process group is made from. The device is chosen
-    later, by `process_group`.
-
-    Raises:
-        UserError: variables are missing or contradict each other, or SLURM started launchers side by side.
-    """
-    values = {name: os.environ.get(name, "") for name in LAUNCHER_VARIABLES}
-    if not any(values[name] for name in LAUNCHER_VARIABLES[:3]):
-        task = slurm_place(os.environ)
-        if task is None:
-            return ALONE
-        values = {name: str(value) for name, value in zip(LAUNCHER_VARIABLES, place_values(task), strict=True)}
-        values |= {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
-        os.environ.update(values, GROUP_RANK=str(task.node_rank))
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    if by_torchrun:
-        check_launched_once(os.environ)
-    missing = [name for name, value in values.items() if not value]
-    if missing:
-        there = " ".join(f"{name}={value}" for name, value in values.items() if value)
-        raise UserError(
-            f"a launcher's environment is set by halves: {there}, but {', '.join(missing)} not; start the run with "
-            "python -m torch.distributed.run, or unset these variables for a run of one process"
-        )
-    try:
-        rank, local_rank, world_size, local_world_size = (int(values[name]) for name in LAUNCHER_VARIABLES[:4])
-        node_rank = int(os.environ.get("GROUP_RANK") or rank // max(local_world_size, 1))
-    except ValueError:
-        shown = " ".join(f"{name}={values[name]}" for name in LAUNCHER_VARIABLES[:4])
-        raise UserError(f"the launcher's variables are not whole numbers: {shown}") from None
-    if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
-        raise UserError(
-            f"RANK={rank} LOCAL_RANK={local_rank} do not fit WORLD_SIZE={world_size} "
-            f"LOCAL_WORLD_SIZE={local_world_size}; start the run with torchrun, or unset these variables"
-        )
-    place = rank, local_rank, world_size, local_world_size, node_rank
-    return DistEnv(*place, launched=True, own_devices=not by_torchrun)
-
-
-def place_values(place: SlurmPlace) -> tuple[int | str, ...]:
-    """Return a SLURM place in the order of LAUNCHER_VARIABLES."""
-    return (
-        place.rank, place.local_rank, place.world_size, place.local_world_size, place.address, place.port,
-    )  # fmt: skip
-
-
-def rank_device(flag: str | int | Sequence[str | int], env: DistEnv) -> torch.device:
-    """Return the device of this rank; see `assign_device`. No GPU is touched."""
-    return assign_device(flag, env, torch.cuda.device_count(), torch.backends.mps.is_available())
-
-
-def assign_device(flag: str | int | Sequence[str | int], env: DistEnv, cuda_count: int, has_mps: bool) -> torch.device:
-    """Return the device of one rank.
-
-    A launcher's list says which device each local rank takes, and "cpu" puts all of them on the CPU; without a flag
-    rank r of a machine takes its GPU r. A rank that may see devices of its own, and sees one GPU, takes that.
-
-    Args:
-        flag: see `parse_device`.
-        env: this rank's place.
-        cuda_count: CUDA devices that this process sees.
-        has_mps: whether Apple's GPU can be used.
-
-    Raises:
-        UserError: the flag is wrong, or names another number of devices than there are ranks on this machine.
-    """
-    ranks, typed = env.local_world_size, as_typed(flag)
-    automatic = typed.strip().lower() in ("", "auto")
-    devices = parse_device("all" if automatic and ranks > 1 and cuda_count else flag, cuda_count, has_mps)
-    if automatic and ranks > 1 and not cuda_count:
-        devices = [torch.device("cpu")]
-    if not env.launched and len(devices) > 1:
-        raise UserError(
-            f"--device {typed} names {len(devices)} devices, which need a process each: start them with "
-            f"python -m torch.distributed.run --nproc_per_node {len(devices)} in place of python, or name one device"
-        )
-    own_gpu = env.own_devices and cuda_count == 1 and devices == [torch.device("cuda", 0)]
-    if devices == [torch.device("cpu")] or own_gpu:
-        return devices[0]
-    if len(devices) != ranks and not (automatic and len(devices) > ranks):
-        given = "this machine has" if automatic else f"--device {typed} names"
-        raise UserError(
-            f"{given} {len(devices)} device{'s' * (len(devices) > 1)}, but the launcher started {ranks} "
-            f"process{'es' * (ranks > 1)} on this machine (--nproc_per_node {ranks}), each of which needs one; make "
-            "the two numbers equal"
-        )
-    return devices[env.local_rank]
 
 
 @contextmanager
@@ -237,10 +115,9 @@ def _disconnect(failed: bool = False) -> None:
 
 
 _groups = itertools.count()  # numbers the process groups of this process
-_board: list[dist.Store] = []  # where the ranks met, while a process group is up; see `post`
+
+
 _nodes: list[int] = []  # the machine of each rank, while a process group is up
-# The ranks of this machine as a group of their own, while a process group is up and there are other machines.
-_machine_group: list[dist.ProcessGroup] = []
 
 
 def backend(env: DistEnv) -> str:
@@ -422,225 +299,6 @@ def split_global_batch(batch: int, world_size: int, nbs: int = 64) -> BatchPlan:
     if nbs < 1:
         raise UserError(f"--nbs {nbs} must be at least 1; the recipes are tuned for 64")
     return BatchPlan(batch, batch // world_size, world_size, nbs, max(round(nbs / batch), 1))
-
-
-MOST_GATHERED = 4  # ranks whose small tensors are gathered to be summed
-
-
-# Collectives: with one rank each gives back what it was given ---------------------------------------------------------
-
-
-def all_reduce_sum(tensor: Tensor, env: DistEnv) -> Tensor:
-    """Sum a tensor over ranks in place, the same on each; returns it. Collective: every rank must call it."""
-    if env.world_size > 1:
-        with collective:
-            dist.all_reduce(tensor)
-    return tensor
-
-
-def small_sum(tensor: Tensor, env: DistEnv) -> Tensor:
-    """Return the sum of a small tensor over ranks, the same on each. Collective: every rank must call it.
-
-    What it takes is waking who waits for a message, and to gather takes one message where an all-reduce takes two.
-    Among many ranks it would be too many bytes.
-    """
-    if env.world_size > MOST_GATHERED:
-        return all_reduce_sum(tensor, env)
-    return all_gather_rows(tensor, env).sum(0)
-
-
-def start_all_reduce_sum(tensor: Tensor, env: DistEnv) -> Callable[[], Tensor]:
-    """Begin to sum a tensor over ranks in place; what is returned waits for the sum. Collective."""
-    if env.world_size == 1:
-        return lambda: tensor
-    work = dist.all_reduce(tensor, async_op=True)
-    assert work is not None
-    begun()
-
-    def wait() -> Tensor:
-        with waiting:
-            work.wait()
-        return tensor
-
-    return wait
-
-
-def all_gather_rows(tensor: Tensor, env: DistEnv) -> Tensor:
-    """Return (world_size, *shape): the tensors of all ranks in their order. Collective: every rank must call it."""
-    if env.world_size == 1:
-        return tensor[None]
-    rows = tensor.new_empty((env.world_size, *tensor.shape))
-    with collective:
-        dist.all_gather(list(rows.unbind()), tensor.contiguous())
-    return rows
-
-
-def average_in_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket of gradients over ranks in bf16, which halves the bytes: a hook of DDP.
-
-    PyTorch's `bf16_compress_hook`, which DDP refuses by its name where PyTorch is built without CUDA; Gloo adds bf16 as
-    well. Each rank rounds its gradients and divides them by the number of ranks, then they are added up, in bf16 too:
-    the mean is off by 2^-8 of the summands at most for each time it is rounded, the same on all ranks. Division before
-    the sum keeps fp16 in its range; bf16 has the range of fp32, where nothing overflows and half of a value is exact.
-
-    Args:
-        group: None for all ranks.
-        bucket: of gradients; the mean takes their place.
-    """
-    return bf16_compress_hook(group, bucket)  # type: ignore[arg-type]  # torch takes None, and says otherwise
-
-
-@torch.no_grad()
-def check_same_weights(model: nn.Module, env: DistEnv, when: str) -> None:
-    """Check that all ranks have the same parameters, to the bit. Collective: every rank must call it.
-
-    Args:
-        model: raw or wrapped.
-        env: this rank's place.
-        when: for the message.
-
-    Raises:
-        RuntimeError: names the ranks that have others than most.
-    """
-    patterns = {torch.float64: torch.int64, torch.float32: torch.int32}
-    sums = [
-        parameter.detach().view(patterns.get(parameter.dtype, torch.int16)).sum(dtype=torch.int64)
-        for parameter in model.parameters()
-    ]
-    found = all_gather_rows(torch.stack(sums), env)
-    if bool((found == found[0]).all()):
-        return
-    rows = [tuple(row) for row in found.tolist()]
-    most = max(rows, key=rows.count)
-    others = ", ".join(str(rank) for rank, row in enumerate(rows) if row != most)
-    raise RuntimeError(f"{when} the weights of rank {others} differ from the others'; they had to be the same")
-
-
-@torch.no_grad()
-def broadcast_tensors(tensors: Sequence[Tensor], env: DistEnv) -> None:
-    """Overwrite tensors with rank 0's, in one message for each dtype. Collective: every rank must call it."""
-    if env.world_size == 1:
-        return
-    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        group = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        with collective:
-            dist.broadcast(flat, 0)
-        for tensor, values in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
-
-
-def broadcast_object(obj: T, env: DistEnv) -> T:
-    """Rank 0's object, on every rank. Collective: every rank must call it."""
-    if env.world_size == 1:
-        return obj
-    return _broadcast(obj, None)
-
-
-def all_gather_objects(obj: T, env: DistEnv) -> list[T]:
-    """The objects of all ranks in rank order, on every rank. Collective: every rank must call it."""
-    if env.world_size == 1:
-        return [obj]
-    gathered: list[Any] = [None] * env.world_size
-    with collective:
-        dist.all_gather_object(gathered, obj)
-    return gathered
-
-
-def gather_objects(obj: T, env: DistEnv) -> list[T]:
-    """The objects of all ranks in rank order, on rank 0; an empty list elsewhere. Collective."""
-    if env.world_size == 1:
-        return [obj]
-    return _gather(obj, env.world_size, env.is_main_process, None)
-
-
-def gather_on_machine(obj: T, env: DistEnv) -> list[T]:
-    """The objects of this machine's ranks in their order, on its first; an empty list elsewhere. Collective."""
-    if env.local_world_size == 1:
-        return [obj]
-    return _gather(obj, env.local_world_size, env.local_rank == 0, _machine())
-
-
-def barrier(env: DistEnv) -> None:
-    """Wait for all ranks. Collective: every rank must call it."""
-    if env.world_size > 1:
-        all_gather_objects(None, env)  # over Gloo, as all objects: NCCL's barrier would need to be told the device
-
-
-def post(word: str) -> None:
-    """Put up a word for all ranks, where they met; nobody waits for it, and it stays until the group ends."""
-    for store in _board:
-        store.set(word, "")
-
-
-def is_posted(word: str) -> bool:
-    """Whether any rank has put up a word; costs a question over the network. Never so without other ranks."""
-    return any(store.check([word]) for store in _board)
-
-
-def once(work: Callable[[], T], env: DistEnv) -> T:
-    """Let rank 0 do something and give its result to all. Collective: every rank must call it.
-
-    Raises:
-        UserError: rank 0's work raised it; it is raised on all ranks.
-    """
-    return _shared(work, env.is_main_process, env.world_size, None)
-
-
-def once_per_machine(work: Callable[[], T], env: DistEnv) -> T:
-    """Let the first rank of each machine do something and give its result to that machine's ranks. Collective.
-
-    Raises:
-        UserError: the work raised it; it is raised on all ranks of the machine.
-    """
-    return _shared(work, env.local_rank == 0, env.local_world_size, _machine())
-
-
-def _machine() -> dist.ProcessGroup | None:
-    """The group of this machine's ranks; None, which is all ranks, where there is no other machine."""
-    return _machine_group[0] if _machine_group else None
-
-
-def _shared(work: Callable[[], T], does: bool, ranks: int, group: dist.ProcessGroup | None) -> T:
-    if ranks == 1:
-        return work()
-    result: T | None = None
-    mistake: UserError | DivergedError | None = None
-    if does:
-        try:
-            result = work()
-        except (UserError, DivergedError) as error:
-            mistake = error
-    result, mistake = _broadcast((result, mistake), group)
-    if mistake is not None:
-        raise mistake
-    return result  # type: ignore[return-value]  # None only if the work gives that
-
-
-def _broadcast(obj: T, group: dist.ProcessGroup | None) -> T:
-    holder: list[Any] = [obj]
-    with collective:
-        dist.broadcast_object_list(holder, group=group, group_src=0)
-    return holder[0]
-
-
-def _gather(obj: T, ranks: int, receives: bool, group: dist.ProcessGroup | None) -> list[T]:
-    gathered: list[Any] = [None] * ranks if receives else []
-    with collective:
-        dist.gather_object(obj, gathered if receives else None, group=group, group_dst=0)
-    return gathered
-
-
-def share_problems(problems: Problems, env: DistEnv) -> None:
-    """Let every rank know the mistakes that any of them found, and raise them on all. Collective.
-
-    Raises:
-        UserError: there are some.
-    """
-    for messages in all_gather_objects(problems.messages, env):
-        for message in messages:
-            problems.add(message)
-    problems.raise_if_any()
 
 
 # EMA ------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import pytest
 
 from tests.common import PROJECT
 from utils.config.data_yaml import DataConfig, build_train_config, check_split_paths, load_data
-from utils.config.flags import TrainConfig, load_hyp
+from utils.config.flags import TrainConfig
+from utils.config.recipe import load_hyp
 from utils.core.errors import UserError
 
 

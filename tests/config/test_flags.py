@@ -17,23 +17,17 @@ from tests.common import PROJECT
 from utils.checkpoints.files import check_readable
 from utils.config.command_line import flags_page, given_flags, given_keywords, repeated_flags, without_flags
 from utils.config.flags import (
-    SHIPPED,
-    SHIPPED_RECIPES,
     DetectConfig,
-    Hyp,
-    Recipe,
     TrainConfig,
     ValConfig,
     build_config,
     config_to_dict,
-    find_yaml,
-    load_hyp,
-    load_recipe,
-    load_yaml,
     parse_detect,
     parse_train,
     parse_val,
 )
+from utils.config.recipe import SHIPPED_RECIPES, Hyp, Recipe, load_hyp, load_recipe
+from utils.config.yaml_files import SHIPPED, find_yaml, load_yaml
 from utils.core.errors import Problems, UserError, nearest_file, run_cli
 from utils.run.folder import write_yaml
 

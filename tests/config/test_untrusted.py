@@ -25,7 +25,9 @@ from hypothesis import strategies as st
 from models.yolo import DetectionModel
 from tests.runs import make_data
 from utils.config.data_yaml import load_data
-from utils.config.flags import LARGEST_YAML, DetectConfig, find_yaml, load_hyp, load_yaml
+from utils.config.flags import DetectConfig
+from utils.config.recipe import load_hyp
+from utils.config.yaml_files import LARGEST_YAML, find_yaml, load_yaml
 from utils.core.errors import UserError
 from utils.core.logging import CsvLog
 from utils.data.image_cache import HEADER_BYTES, ImageCache

@@ -15,6 +15,7 @@ import pytest
 from tests.common import PROJECT, wait_until
 from utils.core import heartbeat
 from utils.core.heartbeat import SLOT, Beat, Phase, alive, beat, beating, begun, collective, read_beats, waiting
+from utils.dist.place import ALONE
 from utils.dist.stalls import find_slowest, watched
 from utils.dist.watchdog import (
     STACK_SIGNAL,
@@ -27,7 +28,6 @@ from utils.dist.watchdog import (
     read_process,
     stack_of,
 )
-from utils.torch_utils import ALONE
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="the watchdog needs /proc")
 

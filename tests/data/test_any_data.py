@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from utils.config.flags import Hyp
+from utils.config.recipe import Hyp
 from utils.core.errors import UserError
 from utils.data.dataset import DetectionDataset, create_cache
 from utils.data.index import build_index

@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 import pytest
 
-from utils.config.flags import Hyp
+from utils.config.recipe import Hyp
 from utils.data.augmentations import (
     GREY,
     Geometry,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from utils.config.flags import Hyp
+from utils.config.recipe import Hyp
 from utils.data import loaders as dataloaders
 from utils.data.batch_slots import BatchSlots, Carried, Placed
 from utils.data.dataset import DetectionDataset
@@ -20,7 +20,7 @@ from utils.data.index import LabelIndex, build_index
 from utils.data.leisure import NICENESS, NICENESS_AT_LEISURE, Leisure
 from utils.data.loaders import PREFETCH_BATCHES, SLOTS, train_loader, val_loader
 from utils.data.sampler import SampleRequest
-from utils.torch_utils import DistEnv
+from utils.dist.place import DistEnv
 
 needs_forks = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared by forking")
 SHAPE = (2, 5, 4, 3)

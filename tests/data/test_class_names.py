@@ -14,12 +14,14 @@ from lockstep import YOLO
 from tests.runs import flags, make_data, train_here
 from tests.test_val import saved, yolov5n
 from utils.config.data_yaml import load_data
-from utils.config.flags import Hyp, TrainConfig
+from utils.config.flags import TrainConfig
+from utils.config.recipe import Hyp
 from utils.core.errors import Problems, UserError
 from utils.data.class_names import match_names
+from utils.dist.place import ALONE
 from utils.run.inputs import read_network
 from utils.run.settings import settings
-from utils.torch_utils import ALONE, load_checkpoint, save_checkpoint
+from utils.torch_utils import load_checkpoint, save_checkpoint
 
 
 class Made(NamedTuple):

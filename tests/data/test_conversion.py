@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from utils.config.data_yaml import load_data
-from utils.config.flags import load_yaml
+from utils.config.yaml_files import load_yaml
 from utils.core.errors import UserError
 from utils.data.conversion import convert_coco, convert_voc, label_row, read_coco, read_voc
 from utils.inference.val_files import category_ids

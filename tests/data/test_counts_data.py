@@ -11,13 +11,13 @@ import cv2
 import numpy as np
 import pytest
 
-from utils.config.flags import Hyp
+from utils.config.recipe import Hyp
 from utils.core import image_files as images
 from utils.data.dataset import DetectionDataset, create_cache
 from utils.data.index import LabelIndex, build_index
 from utils.data.loaders import train_loader, val_loader
 from utils.data.sampler import SampleRequest
-from utils.torch_utils import DistEnv
+from utils.dist.place import DistEnv
 
 N, BATCH, IMGSZ = 24, 4, 64
 needs_forks = pytest.mark.skipif(sys.platform != "linux", reason="loader processes must see the counters")

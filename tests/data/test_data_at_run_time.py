@@ -32,7 +32,8 @@ from tests.common import PROJECT
 from tests.data.test_loaders import OFF, make_jpegs, mixed_shapes
 from tests.data.test_sampler import HYP, load
 from tests.dist.launch import descendants, free_port, kill, start, torchrun, wait_for, wait_for_end
-from utils.config.flags import Hyp, find_yaml, load_yaml
+from utils.config.recipe import Hyp
+from utils.config.yaml_files import find_yaml, load_yaml
 from utils.core.errors import LostDataError, UserError
 from utils.core.image_files import RETRY_AFTER, ImageError, _Storage, image_size, retried
 from utils.core.wording import duration
@@ -43,9 +44,10 @@ from utils.data.loader_notes import being_read, deaths_explained
 from utils.data.loaders import TrainLoader, train_loader, val_loader
 from utils.data.report import NOTHING_FOUND, REPLACED, UnreadableImages
 from utils.data.sampler import SampleRequest, epoch_order, val_batches
+from utils.dist.place import DistEnv
 from utils.metrics.average_precision import Evaluation
 from utils.run.progress import RunClock
-from utils.torch_utils import DistEnv, process_group
+from utils.torch_utils import process_group
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
 

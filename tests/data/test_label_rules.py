@@ -15,7 +15,7 @@ import pytest
 
 from models.families import YOLOV5
 from tests.test_faults import assert_clear, call
-from utils.config.flags import find_yaml, load_yaml
+from utils.config.yaml_files import find_yaml, load_yaml
 from utils.core.errors import UserError
 from utils.data.index import build_index
 from utils.data.labels import BAD_CLASS, RowReader, check_rows

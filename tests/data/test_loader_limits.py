@@ -10,15 +10,15 @@ import cv2
 import numpy as np
 import pytest
 
-from utils.config.flags import Hyp
+from utils.config.recipe import Hyp
 from utils.data.dataset import DetectionDataset, Sample
 from utils.data.image_cache import ImageCache
 from utils.data.index import build_index
 from utils.data.loaders import train_loader
 from utils.data.sampler import SampleRequest
 from utils.dist import stalls
+from utils.dist.place import DistEnv
 from utils.dist.stalls import Pace
-from utils.torch_utils import DistEnv
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tests.common import PROJECT, SHARED, golden, needs_shared
-from utils.config.flags import Hyp
+from utils.config.recipe import Hyp
 from utils.core.errors import Problems, UserError
 from utils.data.augmentations import GREY, letterbox, resize_longest, resized_shape, resized_shapes
 from utils.data.dataset import DetectionDataset, create_cache
@@ -30,8 +30,8 @@ from utils.data.image_cache import ImageCache
 from utils.data.index import LabelIndex, _parallel, build_index, read_image
 from utils.data.loaders import choose_num_workers, collate, resize_batch, share_workers, train_loader, val_loader
 from utils.data.sampler import SampleRequest, TrainBatches, batch_imgsz, rect_batches, val_batches
+from utils.dist.place import DistEnv
 from utils.run.inputs import check_loading
-from utils.torch_utils import DistEnv
 
 OFF = ImageCache()
 

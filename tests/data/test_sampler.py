@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.data.test_loaders import OFF, make_jpegs, mixed_shapes
-from utils.config.flags import Hyp
+from utils.config.recipe import Hyp
 from utils.data.dataset import DetectionDataset, create_cache
 from utils.data.image_cache import ImageCache
 from utils.data.index import LabelIndex
 from utils.data.loaders import Batch, collate, train_loader
 from utils.data.sampler import RectBatches, SampleRequest, TrainBatches, epoch_order, rect_batches, sample_rng
-from utils.torch_utils import DistEnv
+from utils.dist.place import DistEnv
 
 N, BATCH, STEPS, SEED = 21, 8, 30, 5  # three batches an epoch, the last filled up with three images
 HYP = Hyp(degrees=5, shear=2, mosaic=0.7, mixup=0.4, flipud=0.3)  # every kind of draw

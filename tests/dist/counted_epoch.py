@@ -29,10 +29,11 @@ from utils.config.data_yaml import build_train_config
 from utils.config.flags import TrainConfig
 from utils.data.loaders import Batch
 from utils.dist.launch import as_worker
+from utils.dist.place import DistEnv
 from utils.run.events import train_start
 from utils.run.progress import RunClock
 from utils.run.state import Run
-from utils.torch_utils import DistEnv, process_group
+from utils.torch_utils import process_group
 from utils.training.sync_bn import SyncBatchNorm
 
 NEXT = "a batch is asked for"

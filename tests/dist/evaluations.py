@@ -17,13 +17,15 @@ import numpy as np
 
 import val
 from tests.dist.launch import free_port, torchrun
-from utils.config.flags import Hyp, ValConfig
+from utils.config.flags import ValConfig
+from utils.config.recipe import Hyp
 from utils.data.dataset import DetectionDataset
 from utils.data.image_cache import ImageCache
 from utils.data.loaders import val_loader
 from utils.dist.launch import as_worker
+from utils.dist.place import DistEnv
 from utils.run.inputs import read_val_inputs
-from utils.torch_utils import DistEnv, process_group
+from utils.torch_utils import process_group
 
 
 class Part(NamedTuple):

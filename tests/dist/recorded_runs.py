@@ -27,11 +27,13 @@ from utils.config.command_line import given_flags
 from utils.config.data_yaml import build_train_config
 from utils.config.flags import TrainConfig
 from utils.data.loaders import Batch
+from utils.dist.collectives import barrier, gather_objects, once
 from utils.dist.launch import as_worker
+from utils.dist.place import DistEnv
 from utils.run.events import train_start
 from utils.run.progress import RunClock
 from utils.run.state import Run
-from utils.torch_utils import DistEnv, barrier, gather_objects, once, process_group
+from utils.torch_utils import process_group
 
 
 @dataclass

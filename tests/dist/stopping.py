@@ -18,9 +18,10 @@ from utils.config.flags import TrainConfig
 from utils.core.errors import run_cli
 from utils.core.signals import stops_end_the_process
 from utils.dist.launch import as_worker
+from utils.dist.place import dist_env
 from utils.run import settings as command
 from utils.run.callbacks import Callback, CheckpointSaved, TrainStart
-from utils.torch_utils import dist_env, process_group
+from utils.torch_utils import process_group
 
 
 class Stopper(Callback):

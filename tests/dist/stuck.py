@@ -28,9 +28,10 @@ from utils.core.errors import run_cli
 from utils.core.heartbeat import Phase, own
 from utils.core.signals import stops_end_the_process
 from utils.dist.launch import as_worker, launch, say
+from utils.dist.place import dist_env
 from utils.run import settings as command
 from utils.run.callbacks import Callback, EpochEnd, Stop
-from utils.torch_utils import dist_env, process_group
+from utils.torch_utils import process_group
 
 LONG = 10_000  # seconds
 

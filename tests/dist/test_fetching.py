@@ -15,7 +15,7 @@ from tests.dist.launch import free_port, torchrun
 from tests.runs import CHILD_ENVIRONMENT, make_data
 from tests.servers import Server, whole, zip_of
 from tests.test_no_network import TINY
-from utils.config.flags import load_yaml
+from utils.config.yaml_files import load_yaml
 from utils.data.downloads import MIRROR
 from utils.torch_utils import save_checkpoint
 

@@ -18,11 +18,13 @@ from tests.common import PROJECT
 from tests.runs import flags, make_data, train_here
 from tests.test_detect import checkpoint
 from utils.config.command_line import given_flags
-from utils.config.flags import TrainConfig, find_yaml
+from utils.config.flags import TrainConfig
+from utils.config.yaml_files import find_yaml
 from utils.core.errors import UserError
 from utils.dist.launch import explain, variables_kept, worker_devices
+from utils.dist.place import ALONE, DistEnv, assign_device
 from utils.run import settings as command
-from utils.torch_utils import ALONE, DistEnv, assign_device, backend
+from utils.torch_utils import backend
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 RANK = DistEnv(1, 1, 2, 2, launched=True)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.dist.launch import free_port, torchrun
 from tests.dist.sync_bn_worker import LAYERS, network
-from utils.torch_utils import ALONE, DistEnv
+from utils.dist.place import ALONE, DistEnv
 from utils.training.sync_bn import average_statistics, convert_sync_bn
 
 # Largest errors of outputs, of their gradients, and of what is in float32 at least: sums and statistics.

@@ -20,8 +20,8 @@ from tests.inference.test_sources import Handler, Server, exif_rotated, make_vid
 from tests.test_detect import NAMES, PHOTOS, checkpoint, label_boxes, load, run
 from utils.config.flags import DetectConfig
 from utils.core.errors import UserError
+from utils.dist.place import ALONE
 from utils.inference.predictions import Prediction, predict, predict_config
-from utils.torch_utils import ALONE
 
 
 @pytest.fixture(scope="module")

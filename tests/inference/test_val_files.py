@@ -17,7 +17,8 @@ from tests.data.test_label_rules import full_disk
 from tests.runs import make_data
 from tests.test_val import NAMES, saved, yolov5n
 from utils.config.data_yaml import load_data
-from utils.config.flags import ValConfig, load_yaml
+from utils.config.flags import ValConfig
+from utils.config.yaml_files import load_yaml
 from utils.core.errors import UserError
 from utils.core.image_files import read_image
 from utils.inference import val_files

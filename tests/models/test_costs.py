@@ -12,10 +12,10 @@ from models.memory import check_batch
 from models.parser import ACTIVATIONS
 from models.yolo import DetectionModel
 from tests.common import PROJECT
-from utils.config.flags import load_yaml
+from utils.config.yaml_files import load_yaml
 from utils.core.errors import UserError
 from utils.data.image_cache import free_memory
-from utils.torch_utils import DistEnv
+from utils.dist.place import DistEnv
 from utils.training.steps import Precision
 
 SIDE = 64

@@ -20,10 +20,13 @@ from models.foreign_weights import read_weights
 from models.yolo import DetectionModel, load_state
 from tests.common import PROJECT, SHARED, copy_shared, needs_shared
 from utils.config.data_yaml import DataConfig
-from utils.config.flags import Hyp, TrainConfig, build_config, find_yaml, load_yaml
+from utils.config.flags import TrainConfig, build_config
+from utils.config.recipe import Hyp
+from utils.config.yaml_files import find_yaml, load_yaml
 from utils.core.errors import Problems, UserError
+from utils.dist.place import ALONE
 from utils.run.inputs import read_network
-from utils.torch_utils import ALONE, save_checkpoint
+from utils.torch_utils import save_checkpoint
 
 GOLDEN = SHARED / "golden/yolov5n_bccd.pt"
 BLOOD = ["RBC", "WBC", "Platelets"]

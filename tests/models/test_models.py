@@ -18,7 +18,7 @@ from models.costs import count_flops
 from models.families import YOLOV3, YOLOV5, family_of
 from models.yolo import DetectionModel, load_state
 from tests.common import PROJECT, SHARED, golden, needs_shared
-from utils.config.flags import Hyp
+from utils.config.recipe import Hyp
 from utils.core.errors import UserError
 from utils.metrics.boxes import non_max_suppression, scale_boxes
 

@@ -22,7 +22,7 @@ from utils.data.dataset import DetectionDataset
 from utils.data.image_cache import ImageCache
 from utils.data.index import build_index
 from utils.data.loaders import val_loader
-from utils.torch_utils import DistEnv
+from utils.dist.place import DistEnv
 from val import evaluate
 
 

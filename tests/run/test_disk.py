@@ -27,11 +27,12 @@ from utils.checkpoints.writer import CheckpointWriter, Outcome
 from utils.core.errors import NotWrittenError, UserError, ended_by
 from utils.data.index import build_index
 from utils.data.loaders import Batch
+from utils.dist.place import DistEnv
 from utils.run.callbacks import Callback, CheckpointSaved, EpochEnd, Figures, Stop, TrainEnd, TrainStart
 from utils.run.folder import claim, is_finished, release
 from utils.run.loggers import TENSORBOARD_FILES, loggers_from_names
 from utils.run.plots import Plots
-from utils.torch_utils import DistEnv, save_checkpoint
+from utils.torch_utils import save_checkpoint
 
 EPOCHS = 8
 

@@ -9,11 +9,14 @@ import torch
 
 from models.families import YOLOV5
 from tests.runs import make_data
-from utils.config.flags import Hyp, TrainConfig, ValConfig, find_yaml, load_yaml
+from utils.config.flags import TrainConfig, ValConfig
+from utils.config.recipe import Hyp
+from utils.config.yaml_files import find_yaml, load_yaml
 from utils.core.errors import UserError
 from utils.data.loaders import choose_val_batch
+from utils.dist.place import DistEnv
 from utils.run.inputs import checkpoints_bytes, read_inputs, read_val_inputs
-from utils.torch_utils import DistEnv, ModelEMA, save_checkpoint, split_global_batch
+from utils.torch_utils import ModelEMA, save_checkpoint, split_global_batch
 from utils.training.optim import build_optimizer
 
 

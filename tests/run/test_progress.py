@@ -12,9 +12,9 @@ import pytest
 
 from tests.common import PROJECT
 from utils.data.shapes import draw_set
+from utils.dist.place import DistEnv
 from utils.run import progress as console
 from utils.run.progress import EpochProgress, RunClock
-from utils.torch_utils import DistEnv
 
 
 def epoch(batches: int, env: DistEnv, done: int = 0) -> None:

@@ -19,7 +19,8 @@ from tests.common import PROJECT, SHARED, needs_shared
 from tests.runs import back_to, differences, flags, make_data, results, torch_settings_kept, train_here
 from utils.config.command_line import given_flags
 from utils.config.data_yaml import as_one_class, build_train_config, load_data
-from utils.config.flags import METRICS, Hyp, TrainConfig, parse_train, parse_val
+from utils.config.flags import METRICS, TrainConfig, parse_train, parse_val
+from utils.config.recipe import Hyp
 from utils.core.errors import UserError
 from utils.data.index import build_index
 from utils.metrics.average_precision import summarize

@@ -15,11 +15,11 @@ from models.families import YOLOV5, fit_anchors
 from models.parser import generic_anchors
 from models.yolo import DetectionModel
 from tests.common import PROJECT, SHARED, needs_shared
-from utils.config.flags import Hyp
+from utils.config.recipe import Hyp
 from utils.core.errors import UserError
 from utils.core.logging import get_logger
 from utils.data.index import LabelIndex, build_index
-from utils.torch_utils import DistEnv
+from utils.dist.place import DistEnv
 from utils.training import autoanchor
 from utils.training.autoanchor import label_sizes, measure, search, vary
 

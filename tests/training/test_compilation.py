@@ -15,7 +15,7 @@ from tests.runs import CHILD_ENVIRONMENT, flags, make_data, train_here
 from tests.test_train import mistake
 from utils.config.flags import TrainConfig
 from utils.core.errors import USER_ERROR
-from utils.torch_utils import DistEnv
+from utils.dist.place import DistEnv
 from utils.training.compilation import Compiled, can_compile, check_compiler, compile_network
 from utils.training.steps import Precision
 

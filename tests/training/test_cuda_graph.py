@@ -11,7 +11,7 @@ from models.families import YOLOV5
 from tests.runs import flags, make_data, train_here
 from tests.test_val import yolov5n
 from utils.config.flags import TrainConfig
-from utils.torch_utils import DistEnv
+from utils.dist.place import DistEnv
 from utils.training.compilation import can_capture, capture, own_gradients
 from utils.training.steps import Precision
 

@@ -12,10 +12,11 @@ from tests.runs import differences, flags, make_data, train_here
 from tests.test_val import yolov5n
 from utils.config.flags import TrainConfig
 from utils.core.errors import UserError
+from utils.dist.place import ALONE, DistEnv
 from utils.run import settings as command
 from utils.run.inputs import flags_of_all
 from utils.run.resume import STATE_KEYS, resume
-from utils.torch_utils import ALONE, DistEnv, load_checkpoint, save_checkpoint
+from utils.torch_utils import load_checkpoint, save_checkpoint
 from utils.training.data_parallel import replica_devices, replicate
 from utils.training.steps import Precision
 

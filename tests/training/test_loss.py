@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.common import golden
-from utils.config.flags import Hyp
+from utils.config.recipe import Hyp
 from utils.training.loss import DetectionLoss
 
 PIXEL_ANCHORS = torch.tensor(

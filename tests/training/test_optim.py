@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from models.yolo import DetectionModel
-from utils.config.flags import ROOT, Hyp, load_yaml
+from utils.config.recipe import Hyp
+from utils.config.yaml_files import ROOT, load_yaml
 from utils.torch_utils import split_global_batch
 from utils.training.optim import Schedule, build_optimizer, load_optimizer, param_groups
 from utils.training.steps import guarded_step

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.runs import differences, flags, make_data, train_here
-from utils.torch_utils import ALONE, DistEnv, load_checkpoint
+from utils.dist.place import ALONE, DistEnv
+from utils.torch_utils import load_checkpoint
 from utils.training import profiler
 from utils.training.profiler import HEAVIEST, operator_table, profiling
 

@@ -6,47 +6,41 @@ Imports the standard library and yaml only, so that ``--help`` and a wrong flag 
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import re
 import stat
 import sys
 import tempfile
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import yaml
-
 from utils.config.command_line import check_values, flag, flags_page, given_flags
-from utils.core.errors import Problems, UserError, nearest, nearest_file, report
+from utils.config.recipe import Hyp
+from utils.config.yaml_files import LONGEST_NAME
+from utils.core.errors import Problems, UserError, nearest, report
 
-ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = {"data": ROOT / "data", "hyp": ROOT / "data" / "hyps", "model": ROOT / "models"}
 SPLITS = ("train", "val", "test")
+
+
 LOGGERS = ("csv", "jsonl", "tensorboard")  # where the figures of a run can go
+
+
 VIDEO_CODECS = ("avc1", "vp09", "mp4v")  # H.264 and VP9, which browsers play; MPEG-4 part 2
+
+
 METRICS = ("fitness", "mAP50", "mAP50-95", "precision", "recall", "F1")  # of a validation: what can be best
 
+
 LARGEST_IMGSZ = 1 << 14  # pixels; a square of this side has as many as the largest image that is read
-LARGEST_YAML = 1 << 21  # bytes; the names of the 21,841 classes of ImageNet have half a million
-LONGEST_NAME = 250  # bytes; file systems take 255, and a run's number comes behind its name
+
 
 MAX_DET = 300  # detections of an image in a validation; more where images have many labels
-# Shipped recipes and the optimizer that their learning rates are for; see `load_recipe`.
-SHIPPED_RECIPES = {
-    "hyp.scratch-low.yaml": "SGD",
-    "hyp.scratch-med.yaml": "SGD",
-    "hyp.scratch-high.yaml": "SGD",
-    "hyp.no-augmentation.yaml": "SGD",
-    "hyp.VOC.yaml": "SGD",
-    "hyp.Objects365.yaml": "SGD",
-    "hyp.shapes.yaml": "AdamW",
-}
-ADAM_LR0 = 0.001  # where Adam and AdamW usually start, PyTorch's default (ultralytics/yolov5#8234, #5284)
+
 
 SPEED_THRESHOLDS = (0.25, 0.45)  # confidence and IoU of val.py --task speed: those of detect.py
+
 
 Config = TypeVar("Config")
 
@@ -65,17 +59,22 @@ TRAIN_NOT_YET = {
     "--upload_dataset": "no hosted logger is built in; results are in results.csv",
     "--bbox_interval": "no hosted logger is built in; results are in results.csv",
 }
+
+
 VAL_NOT_YET = {
     "--task study": "validation reports figures of a split so far; use --task train, val, test or speed",
     "--save-hybrid": "detections are scored, not written, so far",
     "--dnn": "only PyTorch checkpoints are read so far",
 }
+
+
 DETECT_NOT_YET = {
     "--device A,B": "detection runs on one device; name a single one, such as 0, cuda:0, mps or cpu",
     "--update": "best.pt is without its optimizer already; leave the flag out",
     "--dnn": "only PyTorch checkpoints are read so far",
     "--visualize": "feature maps are not drawn so far",
 }
+
 
 TRAIN_EXAMPLES = """Train a detector.
 
@@ -84,11 +83,14 @@ examples:
   python train.py --data my.yaml --cfg yolov5s.yaml --imgsz 640 --epochs 100
   python train.py --data my.yaml --weights best.pt        start from a checkpoint
   python train.py --resume                                go on with the newest stopped run"""
+
+
 VAL_EXAMPLES = """Measure a checkpoint (--weights) on a split of a data set.
 
 examples:
   python val.py --weights runs/train/exp/weights/best.pt
   python val.py --weights best.pt --data my.yaml --imgsz 640 --task test"""
+
 
 DETECT_EXAMPLES = """Find objects in images, videos and streams (--source).
 
@@ -104,46 +106,6 @@ examples:
 
 
 AUTOMATIC = -1  # of --batch-size: what fits
-
-
-def _gain(default: float, low: float, high: float) -> float:
-    """One hyperparameter as a dataclass field with its inclusive range."""
-    return field(default=default, metadata={"low": low, "high": high})
-
-
-@dataclass
-class Hyp:
-    """Hyperparameters of a recipe; the defaults are the recipe scratch-low, also for keys that a file leaves out."""
-
-    lr0: float = _gain(0.01, 0, 10)  # initial learning rate
-    lrf: float = _gain(0.01, 0, 1)  # final learning rate as a share of lr0
-    momentum: float = _gain(0.937, 0, 0.9999)  # of SGD; beta 1 of Adam
-    weight_decay: float = _gain(0.0005, 0, 1)
-    warmup_epochs: float = _gain(3.0, 0, 1000)
-    warmup_momentum: float = _gain(0.8, 0, 0.9999)
-    warmup_bias_lr: float = _gain(0.1, 0, 10)
-    box: float = _gain(0.05, 0, 1000)  # loss gains
-    cls: float = _gain(0.5, 0, 1000)
-    cls_pw: float = _gain(1.0, 0, 1000)  # weight of positives in the class loss
-    obj: float = _gain(1.0, 0, 1000)
-    obj_pw: float = _gain(1.0, 0, 1000)
-    iou_t: float = _gain(0.2, 0, 1)  # read for YOLOv5's sake; no loss uses it
-    anchor_t: float = _gain(4.0, 1, 100)  # largest side ratio at which a target matches an anchor
-    fl_gamma: float = _gain(0.0, 0, 10)  # focal loss; 0 = off
-    hsv_h: float = _gain(0.015, 0, 1)
-    hsv_s: float = _gain(0.7, 0, 1)
-    hsv_v: float = _gain(0.4, 0, 1)
-    degrees: float = _gain(0.0, 0, 180)
-    translate: float = _gain(0.1, 0, 1)
-    scale: float = _gain(0.5, 0, 0.99)  # factor uniform in 1 +- scale; at 1 an image could vanish
-    shear: float = _gain(0.0, 0, 89)  # degrees
-    perspective: float = _gain(0.0, 0, 0.01)
-    flipud: float = _gain(0.0, 0, 1)  # from here on probabilities
-    fliplr: float = _gain(0.5, 0, 1)
-    mosaic: float = _gain(1.0, 0, 1)
-    mixup: float = _gain(0.0, 0, 1)
-    copy_paste: float = _gain(0.0, 0, 1)  # share of the objects with polygon labels
-    anchors: float = _gain(0.0, 0, 10)  # per level, rounded; 0 = as many as the network's YAML says
 
 
 @dataclass
@@ -552,166 +514,6 @@ def _check_detect(config: DetectConfig, problems: Problems) -> None:
         problems.add("--save-conf adds a column to --save-txt; give that too (--save-csv has confidences anyway)")
 
 
-# ---- files ----
-
-
-NULL, BOOL, INT, FLOAT, STR, MERGE = (
-    f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "merge")
-)
-# What a word without quotes may be besides a text, with the characters that it may start with: as in YAML 1.2 (10.2 and
-# 10.3), numbers in decimal and without leading zeros only. YAML 1.1 also reads no as False, 010 as 8 and 12:30 as 750.
-RESOLVERS = {
-    NULL: (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    BOOL: (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    INT: (r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
-    FLOAT: (
-        r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
-    MERGE: (r"<<", ["<"]),
-}
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML in which a key may stand once, and a word is what it looks like (see RESOLVERS).
-
-    Plain YAML keeps the last of several keys and says nothing. Aliases that would make a small file large are refused:
-    whoever walks through the values would never come to an end.
-    """
-
-    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
-    texts: Sequence[str] = ()  # keys of the file whose values are texts, as they are written
-
-    def get_single_node(self) -> Any:
-        node = super().get_single_node()
-        if node is not None:
-            _expanded_size(node, {})
-            _keep_texts(node, self.texts)
-        return node
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[object] = set()
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                break  # what that means is said by whoever goes on
-            if key in seen:
-                text = str(key)[:LONGEST_NAME]
-                raise yaml.constructor.ConstructorError(None, None, f"key {text} appears twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-def _expanded_size(node: Any, sizes: dict[int, int]) -> int:
-    """Return about how many characters a part of a YAML has with its aliases written out.
-
-    Args:
-        node: the part.
-        sizes: of the parts seen so far, by identity; 0 while one is being looked at.
-
-    Raises:
-        yaml.MarkedYAMLError: it is too large, or contains itself.
-    """
-    if id(node) in sizes:
-        if not sizes[id(node)]:
-            raise yaml.MarkedYAMLError(problem="an alias stands for what it is in", problem_mark=node.start_mark)
-        return sizes[id(node)]
-    sizes[id(node)] = 0
-    if isinstance(node, yaml.ScalarNode):
-        size = len(node.value) + 1
-    else:
-        children = node.value if isinstance(node, yaml.SequenceNode) else itertools.chain.from_iterable(node.value)
-        size = 1 + sum(_expanded_size(child, sizes) for child in children)
-    if size > LARGEST_YAML * 4:
-        raise yaml.MarkedYAMLError(problem="aliases make it too large", problem_mark=node.start_mark)
-    sizes[id(node)] = size
-    return size
-
-
-class _Dumper(yaml.SafeDumper):
-    """Puts texts in quotes that any of the two versions of YAML would read as something else."""
-
-
-for _tag, (_pattern, _starts) in RESOLVERS.items():
-    _StrictLoader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _starts)
-    _Dumper.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _starts)
-
-
-def _keep_texts(node: Any, keys: Sequence[str]) -> None:
-    """Make texts of the numbers and truth values below some keys of a mapping; an empty value stays none."""
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        if key.tag == MERGE:
-            for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                _keep_texts(merged, keys)
-        elif key.value in keys:
-            _make_text(value, set())
-
-
-def _make_text(node: Any, seen: set[int]) -> None:
-    if id(node) in seen:
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.ScalarNode):
-        node.tag = STR if node.tag in (BOOL, INT, FLOAT) else node.tag
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _make_text(value, seen)
-    else:
-        for _, value in node.value:
-            _make_text(value, seen)
-
-
-def dump_yaml(values: Mapping[str, Any]) -> str:
-    """Return a mapping as YAML, in the order it has; `load_yaml` reads the same from it."""
-    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-
-def load_yaml(path: Path, texts: Sequence[str] = ()) -> dict[Any, Any]:
-    """Read a YAML file that holds a mapping; no code runs, and a key that appears twice is an error.
-
-    Args:
-        path: the file.
-        texts: its keys whose values are texts as they are written, also where they look like numbers.
-
-    Raises:
-        UserError: names the file, and the line where the text is not YAML.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(LARGEST_YAML + 1)
-        if len(data) > LARGEST_YAML:
-            raise UserError(f"{path} has more than {LARGEST_YAML} bytes, too many for settings")
-        loader = _StrictLoader(data.decode("utf-8"))
-        loader.texts = texts
-        content = loader.get_single_data()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not a text file in UTF-8") from None
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{path}{line}: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: {error}") from None
-    except RecursionError:
-        raise UserError(f"{path} is nested too deeply") from None
-    except (ValueError, OverflowError) as error:  # a date or a number that is none
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path}: {str(error)[:LONGEST_NAME]}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold keys and values (key: value), not {yaml_word(content)}")
-    return content
-
-
-def yaml_word(value: object) -> str:
-    """Return what people call a kind of YAML value."""
-    words = {type(None): "nothing", list: "a list", str: "a text", dict: "keys and values"}
-    return words.get(type(value), repr(value)[:LONGEST_NAME])
-
-
 def may_be_made(folder: Path) -> bool:
     """Whether this user may write to a folder, or to the nearest one above it if it is not there."""
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
@@ -740,116 +542,6 @@ def cache_folder() -> Path:
     raise UserError(
         f"{private}, for caches, is not this user's own folder; set XDG_CACHE_HOME to a folder you can write to"
     )
-
-
-def find_yaml(name: str | Path, kind: str) -> Path:
-    """Find a YAML: as given, else under the project root, else a shipped one by its name; '.yaml' may be left out.
-
-    Args:
-        name: path or name, for example ``my.yaml``, ``data/shapes.yaml`` or ``hyp.scratch-low``.
-        kind: ``data``, ``hyp`` or ``model``.
-
-    Raises:
-        UserError: there is no such file; names the nearest shipped one.
-    """
-    folder = SHIPPED[kind]
-    spelling = {"data": "--data", "hyp": "--hyp", "model": "--cfg"}[kind]
-    shown = str(name) if len(str(name)) <= LONGEST_NAME else f"{str(name)[:20]}..."
-    try:
-        wanted = Path(name).expanduser()
-    except RuntimeError as error:  # ~NAME of a user that is not there
-        raise UserError(f"{spelling} {shown}: {error}") from None
-    reason = ""
-    for base in (Path(), ROOT, folder):
-        for candidate in (base / wanted, base / f"{wanted}.yaml"):
-            try:
-                mode = candidate.stat().st_mode
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except OSError as error:  # a name that is too long, a folder that may not be entered
-                reason = reason or f"can't be read: {error.strerror}"
-                continue
-            if stat.S_ISREG(mode):
-                return candidate.absolute()
-            reason = reason or "is not a file; name the YAML itself"
-    if reason:
-        raise UserError(f"{spelling} {shown} {reason}")
-    shipped = sorted(path.name for path in folder.glob("*.yaml"))
-    hint = nearest_file(wanted, (".yaml", ".yml"), shipped) or f"; shipped are {', '.join(shipped)}"
-    raise UserError(f"{spelling} {shown}: there is no such file{hint}")
-
-
-def load_hyp(name: str | Path) -> Hyp:
-    """Read a hyperparameter file as it is, by path or shipped name. Keys that it leaves out have scratch-low's values.
-
-    Raises:
-        UserError: lists unknown keys, values that are not numbers or out of range.
-    """
-    return Hyp(**_read_hyp(find_yaml(name, "hyp")))
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Hyperparameters for an optimizer.
-
-    Attributes:
-        hyp: with learning rates that suit it.
-        note: what is not as the file has it, "" if nothing.
-        doubts: what may be a mistake, a sentence each.
-    """
-
-    hyp: Hyp
-    note: str = ""
-    doubts: tuple[str, ...] = ()
-
-
-def load_recipe(name: str | Path, optimizer: str) -> Recipe:
-    """Read a hyperparameter file for an optimizer, by path or shipped name.
-
-    Learning rates (``lr0``, ``warmup_bias_lr``) are chosen by hand where a file that is not a shipped recipe names
-    them; these are taken as they are. So are a shipped recipe's with the optimizer that it is for, Adam and AdamW
-    alike. All others are the usual ones: scratch-low's for SGD, 0.001 for Adam and AdamW, whose ``warmup_bias_lr`` is
-    ``lr0``: they need no push.
-
-    Raises:
-        UserError: lists unknown keys, values that are not numbers or out of range.
-    """
-    path = find_yaml(name, "hyp")
-    given = _read_hyp(path)
-    shipped = path.resolve().parent == SHIPPED["hyp"] and path.name in SHIPPED_RECIPES
-    meant_for = SHIPPED_RECIPES[path.name] if shipped else "SGD"
-    adaptive = optimizer != "SGD"
-    chosen = {} if shipped and (meant_for != "SGD") != adaptive else given
-    lr0 = chosen.get("lr0", ADAM_LR0 if adaptive else Hyp.lr0)
-    rates = {"lr0": lr0, "warmup_bias_lr": chosen.get("warmup_bias_lr", lr0 if adaptive else Hyp.warmup_bias_lr)}
-
-    before, hyp = Hyp(**given), Hyp(**{**given, **rates})
-    changed = [rate for rate in rates if rates[rate] != getattr(before, rate)]
-    note = " and ".join(f"{rate} {rates[rate]:g}" for rate in changed)
-    if note:
-        others = " and ".join(f"{getattr(before, rate):g}" for rate in changed)
-        note += f" for {optimizer} in place of {others}, for {meant_for}"
-    high = [rate for rate in rates if adaptive and rates[rate] >= getattr(Hyp, rate)]
-    doubts = [
-        f"{path}: {rate} {rates[rate]:g} is a learning rate for SGD; {optimizer} usually starts from {ADAM_LR0:g}, and "
-        "does so here without that line"
-        for rate in high
-    ]
-    return Recipe(hyp, note, tuple(doubts))
-
-
-def _read_hyp(path: Path) -> dict[str, float]:
-    content = load_yaml(path)
-    known = [item.name for item in dataclasses.fields(Hyp)]
-    problems, given = Problems(), {}
-    for key, value in content.items():
-        if key not in known:
-            problems.add(f"{key} is not a hyperparameter{nearest(key, known)}")
-        else:
-            given[key] = value
-    check_values(Hyp, given, problems)
-    problems.raise_if_any(str(path))
-    return {key: float(value) for key, value in given.items()}
 
 
 # ---- configurations as plain data ----

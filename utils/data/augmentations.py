@@ -15,7 +15,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from utils.config.flags import Hyp
+from utils.config.recipe import Hyp
 from utils.data import polygons
 from utils.data.polygons import Polygons
 

@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 from torch.utils.data import Dataset
 
-from utils.config.flags import Hyp
+from utils.config.recipe import Hyp
 from utils.core.errors import LostDataError
 from utils.core.image_files import ImageError
 from utils.data import augmentations
@@ -21,7 +21,8 @@ from utils.data.leisure import Leisure
 from utils.data.loader_notes import NO_IMAGE
 from utils.data.polygons import Polygons
 from utils.data.sampler import SampleRequest, sample_rng, substitutes_rng
-from utils.torch_utils import ALONE, DistEnv, gather_objects, once_per_machine
+from utils.dist.collectives import gather_objects, once_per_machine
+from utils.dist.place import ALONE, DistEnv
 
 SUBSTITUTES = 8  # images that are tried in the place of one that can't be read, before that is an error
 

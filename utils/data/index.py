@@ -43,7 +43,8 @@ from utils.data.labels import BAD_CLASS, LEFT_OUT_ROW, Looks, RowReader, around_
 from utils.data.polygons import Polygons
 from utils.data.report import Problem, ScanReport, report_csv, shortened
 from utils.data.shapes import ensure_shapes
-from utils.torch_utils import ALONE, DistEnv, all_gather_objects, gather_on_machine, once_per_machine
+from utils.dist.collectives import all_gather_objects, gather_on_machine, once_per_machine
+from utils.dist.place import ALONE, DistEnv
 
 __all__ = ["LabelIndex", "build_index", "cache_folders", "open_splits", "read_image"]
 

@@ -33,7 +33,7 @@ from utils.data.forks import fork_context, keep_freed_memory, may_have_children,
 from utils.data.leisure import NICENESS, Leisure
 from utils.data.loader_notes import LoaderNotes
 from utils.data.sampler import SampleRequest, TrainBatches, rect_batches, val_batches
-from utils.torch_utils import DistEnv
+from utils.dist.place import DistEnv
 
 PREFETCH_BATCHES = 2  # per worker
 SLOTS = PREFETCH_BATCHES + 2  # per worker: training holds a batch and maybe the one before, which it is about to drop

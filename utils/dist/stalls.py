@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from utils.config.flags import ROOT
+from utils.config.yaml_files import ROOT
 from utils.core import heartbeat
 from utils.core.logging import get_logger
 from utils.dist import watchdog
-from utils.torch_utils import DistEnv, all_gather_rows, gather_on_machine, once_per_machine
+from utils.dist.collectives import all_gather_rows, gather_on_machine, once_per_machine
+from utils.dist.place import DistEnv
 
 SHORTEST_EPOCH = 5.0  # seconds; in less than that a hiccup of the machine is a large share
 WORTH_SAYING = 0.2  # of the time, that something waits

@@ -18,7 +18,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from utils.config.flags import ROOT
+from utils.config.yaml_files import ROOT
 from utils.core.errors import Problems, UserError, nearest
 from utils.core.image_files import IMAGE_SUFFIXES, ImageError, depth_doubts, read_image
 from utils.core.logging import get_logger

@@ -14,12 +14,15 @@ import torch
 
 from models.families import family_of
 from utils.config.data_yaml import load_data
-from utils.config.flags import ROOT, Hyp, TrainConfig, build_config, config_to_dict, load_hyp
+from utils.config.flags import TrainConfig, build_config, config_to_dict
+from utils.config.recipe import Hyp, load_hyp
+from utils.config.yaml_files import ROOT
 from utils.core.errors import Problems, UserError
 from utils.core.logging import get_logger
 from utils.data.sampler import max_imgsz
+from utils.dist.place import DistEnv
 from utils.run.inputs import read_network
-from utils.torch_utils import DistEnv, ModelEMA, split_global_batch
+from utils.torch_utils import ModelEMA, split_global_batch
 from utils.training.optim import build_optimizer
 from utils.training.steps import MAX_GRAD_NORM, BufferSnapshot, choose_precision, guarded_step
 

@@ -20,10 +20,10 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from utils.config.flags import ROOT, dump_yaml
+from utils.config.yaml_files import ROOT, dump_yaml
 from utils.core.errors import NotWrittenError, UserError
 from utils.core.signals import OURS
-from utils.torch_utils import dist_env
+from utils.dist.place import dist_env
 
 RESUME = "RESUME"  # left by a run that was stopped and can go on
 LOCK = ".lock"

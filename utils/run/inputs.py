@@ -18,17 +18,9 @@ from models.memory import check_batch
 from models.yolo import DetectionModel, load_state
 from utils.checkpoints.files import checkpoint_bytes
 from utils.config.data_yaml import DataConfig, is_fetched, load_data
-from utils.config.flags import (
-    MAX_DET,
-    ROOT,
-    Hyp,
-    Recipe,
-    TrainConfig,
-    ValConfig,
-    build_config,
-    config_to_dict,
-    load_recipe,
-)
+from utils.config.flags import MAX_DET, TrainConfig, ValConfig, build_config, config_to_dict
+from utils.config.recipe import Hyp, Recipe, load_recipe
+from utils.config.yaml_files import ROOT
 from utils.core.devices import check_half
 from utils.core.errors import Problems, UserError
 from utils.core.heartbeat import Phase, beat
@@ -40,19 +32,13 @@ from utils.data.index import LabelIndex, check_same_data, open_splits
 from utils.data.loaders import choose_num_workers, choose_val_batch, share_workers
 from utils.data.report import Problem
 from utils.data.sampler import max_imgsz
+from utils.dist.collectives import all_gather_objects, once, share_problems
 from utils.dist.job_files import shown_weights
+from utils.dist.place import ALONE, DistEnv
 from utils.run.callbacks import Callback
 from utils.run.loggers import loggers_from_names
 from utils.run.preflight import check_disk, check_open_files, check_resumed_folder, check_run_folder
-from utils.torch_utils import (
-    ALONE,
-    BatchPlan,
-    DistEnv,
-    all_gather_objects,
-    once,
-    share_problems,
-    split_global_batch,
-)
+from utils.torch_utils import BatchPlan, split_global_batch
 from utils.training.compilation import check_compiler
 from utils.training.data_parallel import replica_devices
 from utils.training.steps import Precision, choose_precision

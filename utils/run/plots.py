@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from utils.config.flags import ROOT
+from utils.config.yaml_files import ROOT
 from utils.core.heartbeat import beating
 from utils.core.logging import get_logger
 from utils.data.index import LabelIndex

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from utils.core.devices import memory_usage
 from utils.core.wording import duration
+from utils.dist.place import DistEnv
 from utils.dist.stalls import WORTH_SAYING
-from utils.torch_utils import DistEnv
 
 PLAIN_EVERY = 60.0  # seconds between two lines of an epoch where there is no terminal
 COLUMNS = 80  # of a terminal that does not say how wide it is

@@ -13,7 +13,6 @@ from utils.core.errors import UserError
 from utils.run.folder import DESCRIPTION, find_resumable, is_finished
 from utils.torch_utils import load_newest
 
-# These may differ from the run's own: where and how fast it runs, how long, and what it leaves besides its weights.
 RESUMABLE_FLAGS = {
     "resume", "project", "data", "device", "dp", "compile", "cuda_graph", "workers", "cache", "dist_timeout",
     "stall_warning", "stall_timeout", "max_restarts", "time_limit", "epochs", "patience", "save_period", "save_steps",

@@ -13,12 +13,14 @@ from utils.config.data_yaml import build_train_config
 from utils.config.flags import AUTOMATIC, TrainConfig
 from utils.core.errors import RESUMABLE, Stopped, UserError
 from utils.core.logging import get_logger
+from utils.dist.collectives import once
 from utils.dist.launch import last_words, worker_devices
+from utils.dist.place import ALONE, DistEnv
 from utils.run.autobatch import automatic_batch
 from utils.run.folder import has_checkpoint, how_to_go_on
 from utils.run.restarts import this_life, was_stopped
 from utils.run.resume import RESUMABLE_FLAGS, check_ranks, resume
-from utils.torch_utils import ALONE, DistEnv, once, split_global_batch
+from utils.torch_utils import split_global_batch
 from utils.training.data_parallel import replica_devices
 
 

@@ -16,7 +16,8 @@ from models.families import Family
 from models.yolo import DetectionModel
 from utils.checkpoints.writer import CheckpointWriter, Outcome
 from utils.config.data_yaml import DataConfig
-from utils.config.flags import Hyp, TrainConfig, config_to_dict
+from utils.config.flags import TrainConfig, config_to_dict
+from utils.config.recipe import Hyp
 from utils.core.errors import RESUMABLE, NotWrittenError, Stopped, UserError
 from utils.core.heartbeat import Phase, beat, waiting
 from utils.core.logging import DeviceMeter, get_logger, mean_of
@@ -25,11 +26,13 @@ from utils.core.signals import OURS, StopRequest, ignore_from_here
 from utils.data.index import LabelIndex
 from utils.data.loaders import choose_val_batch
 from utils.data.report import UnreadableImages
+from utils.dist.collectives import all_gather_rows, all_reduce_sum, barrier, once
+from utils.dist.place import DistEnv
 from utils.run.callbacks import Callbacks
 from utils.run.folder import how_to_go_on, is_finished, versions, write_resume_file
 from utils.run.inputs import data_facts
 from utils.run.plots import Plots
-from utils.torch_utils import BatchPlan, DistEnv, ModelEMA, all_gather_rows, all_reduce_sum, barrier, once
+from utils.torch_utils import BatchPlan, ModelEMA
 from utils.training.bad_batches import SkipLog, SpikeLog
 from utils.training.loss import DetectionLoss
 from utils.training.optim import Schedule, load_optimizer

@@ -16,7 +16,7 @@ from utils.core.errors import UserError
 from utils.core.heartbeat import Phase, alive, beat
 from utils.core.logging import get_logger
 from utils.core.wording import duration, format_lines
-from utils.torch_utils import DistEnv
+from utils.dist.place import DistEnv
 from utils.training.steps import BufferSnapshot, Precision
 
 TIMED_PASSES = 3

@@ -13,7 +13,8 @@ from utils.core.errors import UserError
 from utils.core.heartbeat import waiting
 from utils.core.logging import get_logger
 from utils.core.wording import format_lines
-from utils.torch_utils import DistEnv, average_in_bf16
+from utils.dist.collectives import average_in_bf16
+from utils.dist.place import DistEnv
 from utils.training.steps import Precision
 
 THROW_AWAY_PASSES = 2

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from utils.config.flags import Hyp
+from utils.config.recipe import Hyp
 from utils.core.devices import to_device
 from utils.metrics.boxes import ciou
 

@@ -13,7 +13,7 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from utils.core.logging import get_logger
-from utils.torch_utils import DistEnv
+from utils.dist.place import DistEnv
 
 WAIT, WARMUP, ACTIVE = 2, 2, 4  # batches: the first ones are slow; the profiler's own first ones as well; these count
 HEAVIEST = 10  # rows of the table

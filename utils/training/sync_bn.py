@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from utils.torch_utils import DistEnv, all_gather_rows, all_reduce_sum, small_sum
+from utils.dist.collectives import all_gather_rows, all_reduce_sum, small_sum
+from utils.dist.place import DistEnv
 
 PART = 2**19  # values, about, that statistics are taken of at a time: so they stay in a processor's cache
 
