@@ -206,7 +206,7 @@ def test_script_without_guard(data: Path, tmp_path: Path) -> None:
         assert state() == before, "a run in workers"
         print("said", "ranks       2 on this machine" in said.getvalue(), "349 tensors taken" in said.getvalue())
         flags = pathlib.Path(second.run_dir, "opt.yaml").read_text()
-        assert f"\\nweights: {first.best}\\n" in flags, "its own file, not that of the job"
+        assert f"weights: {first.best}\\n" in flags, "its own file, not that of the job"
         got = boxes(model)
         assert len(got) and not np.array_equal(got, own), "it has learned something"
         assert np.array_equal(got, boxes(YOLO(second.best)))
@@ -594,7 +594,10 @@ def closure() -> Callback:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: lambda event: None, "callbacks[0] is a lambda (function), not a callback; write a subclass of utils."),
+        (
+            lambda: lambda event: None,
+            "callbacks[0] is a lambda (function), not a callback; write a subclass of",
+        ),
         (lambda: Holding(lambda: 0), "its attribute value holds a lambda, which has no name to import it by"),
         (closure, "callbacks[0] is of type closure.<locals>.Local (tests.test_lockstep) and can't travel"),
         (lambda: Holding(print), ""),

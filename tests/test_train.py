@@ -166,7 +166,9 @@ def test_header_says_what_follows_from_the_flags(whole: Finished) -> None:
         "3 epochs of 3 batches, SGD, learning rate 0.01 to 0.0001 (linear), warm-up 9 batches, 100% of the run"
     )
     assert "WARNING: 9 of the run's 9 batches are warm-up, so it hardly trains at lr0 0.01: give more " in whole.stdout
-    assert re.fullmatch(r"(1 process|2 processes), cache ram", header["loader"])  # not more than there are cores
+    assert re.fullmatch(
+        r"(1 process|2 processes)(, none for validation)?, cache ram", header["loader"]
+    )  # not more than there are cores
     assert header["precision"] in ("fp32", "bf16 autocast, fp32 weights")
     assert header["precision"].startswith({"off": "fp32"}.get(whole.last["precision"], whole.last["precision"]))
 

@@ -136,7 +136,11 @@ def test_paths_are_what_is_written(tmp_path: Path) -> None:
         ("path: set", "download: [https://x/y.zip, rm -r /]", "download: 'rm -r /' is not an address of a file"),
         ("path: set", "columns: 4", "columns takes the number of columns in the row of a box, 5 or more, not 4"),
         ("path: set", "kpt_shape: 17", "kpt_shape takes the number of keypoints and 2 or 3, as in [17, 3], not 17"),
-        ("path: set", "kpt_shape: [3, 2]\ncolumns: 6", "columns says 6, kpt_shape 5 and 6; leave one of them out"),
+        (
+            "path: set",
+            "kpt_shape: [3, 2]\ncolumns: 6",
+            "columns says 6, kpt_shape means 11; leave one of them out",
+        ),
         ("path: set", "converter: coca", "converter is coco or voc, not 'coca'; did you mean coco?"),
         ("path: set", "generator: shape", "generator is shapes, not 'shape'; did you mean shapes?"),
         ("images/train", "{a: b}", "train takes a folder, a .txt list, or a list of these, not {'a': 'b'}"),

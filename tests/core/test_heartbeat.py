@@ -339,7 +339,7 @@ def test_no_watchdog_where_nobody_wants_one() -> None:
 def test_a_watchdog_ends_with_its_starter() -> None:
     script = (
         f"import os, sys, time\nsys.path.insert(0, {str(PROJECT)!r})\n"
-        "from utils.dist.stalls import watched\nfrom utils.torch_utils import ALONE\n"
+        "from utils.dist.stalls import watched\nfrom utils.dist.place import ALONE\n"
         "with watched(ALONE, 60, 0):\n    print('ready', flush=True)\n    time.sleep(1000)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:

@@ -56,7 +56,7 @@ def test_while_a_loader_starts(fork: int, tmp_path: Path) -> None:
 
     Before the first batch there is nothing to save; in the validation of the first epoch there is.
     """
-    line = flags(make_data(tmp_path / "data"), tmp_path / "runs", "--workers 1 --epochs 2")
+    line = flags(make_data(tmp_path / "data"), tmp_path / "runs", "--workers 2 --epochs 2")
     done = interrupted(fork, TRAIN, *line, cwd=tmp_path)
     going_on = [f"go on with: python {PROJECT / 'train.py'} --resume {tmp_path / 'runs/run'}"] * (fork == 2)
     said = done.stderr.splitlines()

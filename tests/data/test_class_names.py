@@ -152,7 +152,9 @@ def test_another_count_is_found_before_ranks_start(made: Made, tmp_path: Path, m
     message = rf"^--weights {made.weights} knows 2 classes, --data {three} has 3; use the data set that"
     with pytest.raises(UserError, match=message):
         measure(made.weights, tmp_path, "--data", three, "--device", "cpu,cpu")
-    with pytest.raises(UserError, match=r"^--weights two\.pt knows 2 classes"):  # not the name of a temporary file
+    with pytest.raises(
+        UserError, match=rf"^--weights {made.weights} knows 2 classes"
+    ):  # not the name of a temporary file
         YOLO(made.weights).val(data=three, device="cpu,cpu", project=tmp_path)
     one = saved(tmp_path / "one.pt", yolov5n(1, ["item"]), imgsz=64)
     with pytest.raises(UserError, match=r"has 2; the weights are those of a training with --single-cls: give that"):
@@ -165,7 +167,7 @@ def test_data_of_the_weights(made: Made, tmp_path: Path, capsys: pytest.CaptureF
     assert f"data        {made.data}, what the weights were trained on (--data)\n" in capsys.readouterr().out
     written = YOLO(made.weights).val(device="cpu", noplots=True, workers=0, project=tmp_path).run_dir
     shown = json.loads((written / "metrics.json").read_text())["settings"]
-    assert (shown["data"], shown["weights"]) == (str(made.data), "two.pt")
+    assert (shown["data"], shown["weights"]) == (str(made.data), str(made.weights))
     copy = tmp_path / "copy.pt"
     YOLO(made.weights).save(copy)
     config, _ = settings({"weights": str(copy)}, ALONE)
@@ -191,6 +193,6 @@ def test_weights_that_name_no_data(made: Made, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=wanted):
             settings({"weights": str(path)}, ALONE)
         for call in (YOLO(path).val, YOLO(path).train):
-            with pytest.raises(UserError, match=rf"^--data is missing: name the data set; the weights {path.name} "):
+            with pytest.raises(UserError, match=rf"^--data is missing: name the data set; the weights {path} "):
                 call(device="cpu", project=tmp_path)
     assert not (tmp_path / "val").exists()

@@ -277,7 +277,7 @@ def resumable(folder: Path, names: list[str]) -> dict[str, Any]:
     content = {"model": network.state_dict(), "spec": network.yaml, "names": names, "config": {"imgsz": 64}}
     save_checkpoint(content, folder / "weights.pt", keep_previous=False)
     place = {"run_dir": str(folder / "run"), "path": str(folder / "run/weights/last.pt")}
-    return {**content, "hyp": config_to_dict(Hyp()), **place}
+    return {**content, "hyp": config_to_dict(Hyp()), "data": {}, **place}
 
 
 def test_the_flag_is_what_allows_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +285,7 @@ def test_the_flag_is_what_allows_a_script(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     path = write_yaml(tmp_path, SCRIPT)
     saved = resumable(tmp_path, ["blue", "red"])
+    saved["config"]["data"] = str(path)
     train: dict[str, Any] = {"data": str(path), "cfg": "yolov5n.yaml", "imgsz": 64}
     val: dict[str, Any] = {"data": str(path), "weights": "weights.pt"}
     calls: list[tuple[bool, Callable[[bool], object]]] = [

@@ -151,6 +151,7 @@ def test_labels_beside_images_in_a_folder_called_images(tmp_path: Path) -> None:
         ("images/train/caf\u00e9.jpg", "labels/train/cafe\u0301.txt"),
         ("plain/1.jpg", "plain/1.TXT"),
         ("images/set/Images/1.jpg", "images/set/labels/1.txt"),
+        ("images/set/Images/1.jpg", "labels/set/Images/1.txt"),
     ],
 )
 def test_labels_in_any_case(image: str, label: str, tmp_path: Path) -> None:

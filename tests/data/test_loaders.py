@@ -361,7 +361,8 @@ def test_a_broken_image_ends_the_run_with_its_path(tmp_path: Path, workers: int)
     """With --strict: one sentence, without the traceback of a worker; without it see test_data_at_run_time."""
     index = make_jpegs(tmp_path, mixed_shapes(6))
     Path(index.path(4)).write_bytes(b"no image")
-    want = rf"^{re.escape(index.path(4))}: cannot be decoded, although it could be read .* \(--strict\); replace .*it$"
+    want = rf"^{re.escape(index.path(4))}: cannot be decoded: it is no image, .*, although it could be read .* "
+    want += r"\(--strict\); replace .*it$"
     with (
         closing(train_loader(DetectionDataset(index, OFF, Hyp(), 64, strict=True), 6, DistEnv(), workers)) as batches,
         pytest.raises(UserError, match=want),

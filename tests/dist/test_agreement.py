@@ -17,7 +17,7 @@ LIMIT = 240
 
 def test_a_rank_goes_its_own_way(tmp_path: Path) -> None:
     """Torch itself sees neither: gradients of other batches are added up, other weights are trained on."""
-    line = flags(make_data(tmp_path / "data", 16), tmp_path, "--epochs 2 --noval")
+    line = flags(make_data(tmp_path / "data", 16), tmp_path, "--epochs 2 --noval --nbs 4")
     done = torchrun(["-m", "tests.dist.misled", tmp_path, *line], 2, port=free_port(), timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     first, last = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))

@@ -107,8 +107,9 @@ def test_epoch_ends_say_what_results_csv_has(told: Told) -> None:
         assert list(event.train_losses) == list(event.val_losses) == LOSSES
         found = [figures.precision, figures.recall, figures.map50, figures.map]
         assert found == pytest.approx(row[FIGURES].tolist(), rel=1e-5)
-        base, warm = 0.005 * (1 - i / EPOCHS * (1 - 0.01)), (2 * i + 1) / 100  # of the recipe
-        rates = [0.1 + (base - 0.1) * warm, base * warm, base * warm]
+        base = 0.005 * (1 - i / EPOCHS * (1 - 0.01))  # of the recipe
+        warm = min((2 * i + 1) / 2, 1.0)  # over one epoch of two batches; AdamW's biases start from lr0
+        rates = [0.005 + (base - 0.005) * warm, base * warm, base * warm]
         assert dict(event.rates) == pytest.approx({f"lr{k}": rate for k, rate in enumerate(rates)})
         assert row[["x/lr0", "x/lr1", "x/lr2"]].tolist() == pytest.approx(rates, rel=1e-5)
         assert figures.fitness == pytest.approx(fitness[i], rel=1e-5)
@@ -506,7 +507,7 @@ def test_classes_of_a_session_cannot_travel(tmp_path: Path) -> None:
     [
         (
             lambda event: None,
-            "callbacks[0] is a lambda (function), not a callback; write a subclass of utils.run.callbacks",
+            "callbacks[0] is a lambda (function), not a callback; write a subclass of lockstep.Callback",
         ),
         (
             "jsonl",

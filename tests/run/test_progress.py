@@ -60,7 +60,7 @@ def test_a_long_epoch_has_lines_in_between(capfd: pytest.CaptureFixture[str], mo
     assert shares == ["5/10  29% 10/35", "5/10  57% 20/35", "5/10  86% 30/35", "5/10 100% 35/35"]
 
 
-FULL = "import sys; from tests.run.test_progress import epoch; from utils.torch_utils import DistEnv; "
+FULL = "import sys; from tests.run.test_progress import epoch; from utils.dist.place import DistEnv; "
 
 
 def on_a_terminal(columns: int, code: str) -> list[str]:

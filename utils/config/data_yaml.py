@@ -243,9 +243,7 @@ def _columns(content: Mapping[Any, Any], problems: Problems) -> int:
             problems.add(f"columns takes the number of columns in the row of a box, 5 or more, not {_shown(columns)}")
             return 0
         if found and columns != found:
-            problems.add(
-                f"columns says {columns}, kpt_shape {BOX_COLUMNS} and {found - BOX_COLUMNS}; leave one of them out"
-            )
+            problems.add(f"columns says {columns}, kpt_shape means {found}; leave one of them out")
         found = columns
     return found
 

@@ -516,8 +516,8 @@ def _check_detect(config: DetectConfig, problems: Problems) -> None:
 
 def may_be_made(folder: Path) -> bool:
     """Whether this user may write to a folder, or to the nearest one above it if it is not there."""
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    return os.access(there, os.W_OK | os.X_OK)
+    there = next((path for path in (folder, *folder.parents) if os.path.exists(path)), None)
+    return there is not None and os.access(there, os.W_OK | os.X_OK)
 
 
 def cache_folder() -> Path:

@@ -218,10 +218,11 @@ def ended_by(stop: BaseException) -> int:
 
 def end_quietly_by_ctrl_c() -> None:
     """Let Ctrl-C end this script without a traceback of what was being imported, for the seconds up to `run_cli`."""
+    before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not issubclass(kind, KeyboardInterrupt):
-            sys.__excepthook__(kind, error, traceback)
+            before(kind, error, traceback)
 
     sys.excepthook = hook
 

@@ -49,7 +49,7 @@ OTHER_IMAGE_SUFFIXES = frozenset([
 WHITES = ((16.0, 1.0), (512.0, 255.0), (131072.0, 65535.0))
 DARK = 1 << 14  # of 65535: images of 10, 12 and 14 bits in 16
 LOOKED_AT = 16  # images of a set, for its depth
-MOST_PAGES = 10_000
+MOST_PAGES = 100  # that are counted
 
 # What storage, above all storage elsewhere, says while it is in trouble that may pass.
 TEMPORARY = frozenset(getattr(errno, name) for name in ("EIO", "ESTALE", "ETIMEDOUT") if hasattr(errno, name))

@@ -233,13 +233,13 @@ def _label_files_by_folder() -> Callable[[str], _LabelFiles]:
 
 def _label_folders(folder: str, subfolders: Callable[[str], Mapping[str, list[str]]]) -> list[str]:
     """Where labels of the images of a folder may lie, best first."""
-    around = around_images(folder)
-    if around is None:
-        return [folder]
-    places = [around[0]]
-    for part in ("labels", *around[1].split("/")[1:]):
-        places = [f"{place}/{name}" for place in places for name in _in_any_case(part, subfolders(place or "/"))]
-    return [*places, folder]
+    found = []
+    for before, behind in around_images(folder):
+        places = [before]
+        for part in ("labels", *behind.split("/")[1:]):
+            places = [f"{place}/{name}" for place in places for name in _in_any_case(part, subfolders(place or "/"))]
+        found += places
+    return [*found, folder]
 
 
 def _in_any_case(name: str, folders: Mapping[str, list[str]]) -> list[str]:

@@ -39,7 +39,16 @@ from utils.data.fetch import ensure_data
 from utils.data.forks import fork_context, may_have_children
 from utils.data.image_lists import find_labels, list_images
 from utils.data.index_arrays import arrays_of, check_numbers
-from utils.data.labels import BAD_CLASS, LEFT_OUT_ROW, Looks, RowReader, around_images, check_rows, label_path
+from utils.data.labels import (
+    BAD_CLASS,
+    BOX_COLUMNS,
+    LEFT_OUT_ROW,
+    Looks,
+    RowReader,
+    around_images,
+    check_rows,
+    label_path,
+)
 from utils.data.polygons import Polygons
 from utils.data.report import Problem, ScanReport, report_csv, shortened
 from utils.data.shapes import ensure_shapes
@@ -312,9 +321,10 @@ class LabelIndex:
 
     def labels_digest(self) -> str:
         """Digest of what training sees of the labels: names of the images below their folder, sizes and rows."""
-        paths = [self.path(i) for i in range(self.n)]
-        root = os.path.commonpath([os.path.dirname(path) for path in paths])
-        names = "\n".join(os.path.relpath(path, root) for path in paths)
+        paths = [self.path(i).split("/") for i in range(self.n)]
+        first, *_, last = sorted(path[:-1] for path in [*paths, paths[0]])
+        above = next((k for k, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
+        names = "\n".join("/".join(path[above:]) for path in paths)
         arrays = (self.shapes, self.offsets, self.rows)
         return content_digest(os.fsencode(names), *(np.ascontiguousarray(array).tobytes() for array in arrays))
 
@@ -443,7 +453,7 @@ def content_digest(*parts: bytes) -> str:
 
 
 def _refuse_unclear_rows(looks: Looks, columns: int, split: str) -> None:
-    unclear = "" if columns else looks.unclear()
+    unclear = "" if columns == BOX_COLUMNS else looks.unclear()
     if unclear:
         raise UserError(f"{split}: {unclear}")
 
@@ -521,7 +531,7 @@ def cache_folders(image: str) -> list[Path]:
     """Where caches of a data set go, best first: beside its images or labels folder, else the user's, if any."""
     folder = image.rpartition("/")[0]
     around = around_images(folder)
-    places = [Path((around[0] if around else folder) or "/") / ".lockstep"]
+    places = [Path((around[0][0] if around else folder) or "/") / ".lockstep"]
     with contextlib.suppress(UserError):  # a run goes without
         places.append(cache_folder())
     return places

@@ -20,20 +20,20 @@ FEW_ROWS = 5  # fewer don't tell what all of a data set look like
 MOST, SOME = 0.9, 0.1  # of the rows: all but some that are wrong in another way, and too many to be mistakes
 FAR_OUT = 0.1  # a box that reaches out of its image by this share was not drawn there
 
-_IMAGES = re.compile(r"(.*)/images((?:/.*)?)", re.IGNORECASE | re.DOTALL)
+_IMAGES = [re.compile(r"(.*)/images((?:/.*)?)", flags | re.DOTALL) for flags in (0, re.IGNORECASE)]
 
 
-def around_images(folder: str) -> tuple[str, str] | None:
-    """What stands before and behind the last folder ``images`` of a path, in any case; None without such a folder."""
-    found = _IMAGES.fullmatch(folder)
-    return (found[1], found[2]) if found else None
+def around_images(folder: str) -> list[tuple[str, str]]:
+    """What stands before and behind the last folder ``images`` of a path: as it is written here, then in any case."""
+    found = [match for pattern in _IMAGES if (match := pattern.fullmatch(folder))]
+    return list(dict.fromkeys((match[1], match[2]) for match in found))
 
 
 def label_path(image: str) -> str:
     """Where the label file of an image belongs: ``labels`` for the last folder ``images``, else beside the image."""
     folder, _, name = image.rpartition("/")
     around = around_images(folder)
-    return f"{'/labels'.join(around) if around else folder}/{name.rpartition('.')[0]}.txt"
+    return f"{'/labels'.join(around[0]) if around else folder}/{name.rpartition('.')[0]}.txt"
 
 
 class Rows(NamedTuple):
@@ -185,13 +185,14 @@ class Looks:
 
     def ids_from_one(self) -> bool:
         """Whether class ids run from 1 to the number of names."""
-        return self.counts["id is one too high"] > 0 and not self.counts["id is 0 or wrong"]
+        enough = self.counts["rows"] >= FEW_ROWS
+        return enough and self.counts["id is one too high"] > 0 and not self.counts["id is 0 or wrong"]
 
     def unclear(self) -> str:
         """What is wrong if long rows may as well be boxes with more behind them as outlines; '' if nothing is."""
-        if len(self.long) != 1:  # outlines have as many corners as it takes
+        columns, rows = next(iter(self.long.most_common(1)), (0, 0))
+        if rows < MOST * self.long.total():  # outlines have as many corners as it takes
             return ""
-        [(columns, rows)] = self.long.items()
         if rows < FEW_ROWS or self.like_boxes[columns] < MOST * rows:
             return ""
         return (

@@ -128,7 +128,7 @@ def share_workers(limit: int, local_world_size: int, local_batch: int, val_batch
     """Loader processes of one rank for training and for validation, at most ``limit`` together.
 
     They live side by side, so that an epoch begins with batches that are ready. Where that is too many, validation,
-    which has less to do, gets a quarter of them.
+    which has less to do, gets a quarter of them, one at least.
 
     Args:
         limit: ``--workers``.
@@ -137,7 +137,7 @@ def share_workers(limit: int, local_world_size: int, local_batch: int, val_batch
         val_batch: images in a validation batch.
     """
     train, val = (choose_num_workers(limit, local_world_size, batch) for batch in (local_batch, val_batch))
-    val = min(val, max(limit - train, limit // 4))
+    val = min(val, max(limit - train, limit // 4, int(limit > 1)))
     return min(train, limit - val), val
 
 

@@ -9,7 +9,7 @@ import torch.distributed.nn.functional  # before there is a group, which its def
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from utils.core.errors import DivergedError, Problems, UserError
+from utils.core.errors import DivergedError, NotWrittenError, Problems, UserError
 from utils.core.heartbeat import begun, collective, waiting
 from utils.dist.place import DistEnv
 
@@ -204,11 +204,11 @@ def _shared(work: Callable[[], T], does: bool, ranks: int, group: dist.ProcessGr
     if ranks == 1:
         return work()
     result: T | None = None
-    mistake: UserError | DivergedError | None = None
+    mistake: UserError | DivergedError | NotWrittenError | None = None
     if does:
         try:
             result = work()
-        except (UserError, DivergedError) as error:
+        except (UserError, DivergedError, NotWrittenError) as error:
             mistake = error
     result, mistake = _broadcast((result, mistake), group)
     if mistake is not None:

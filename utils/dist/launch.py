@@ -131,11 +131,13 @@ def launch(
             elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
         failure = explain(error.failures, _note(logs), [_last_line(text) for text in _tracebacks(_last_life(logs))])
-        if failure.status == RESUMABLE and not any(logs.rglob(STOPPED)):  # before there was anything to save
+        if failure.status == RESUMABLE and not any(
+            _last_life(logs).rglob(STOPPED)
+        ):  # before there was anything to save
             return replace(failure, text=f"rank {failure.rank} was told to stop; all other ranks were ended")
         return replace(failure, text="\n".join([failure.text, *_lines(logs, going_on)])) if failure.text else failure
     except SignalException as error:
-        statuses = {int(path.read_text()) for path in logs.rglob(STOPPED)}
+        statuses = {int(path.read_text()) for path in _last_life(logs).rglob(STOPPED)}
         if statuses == {RESUMABLE}:  # its worker has said how to go on
             return Failure(RESUMABLE, None, "")
         if statuses:  # the error is said
@@ -207,7 +209,7 @@ def _lines(logs: Path, going_on: Callable[[Path, bool], list[str]], stopped: boo
 
 def _run_dirs(logs: Path) -> list[Path]:
     """Return the folder of the workers' run, [] where there is none or nothing of it is left to do."""
-    newest = max(logs.rglob(RUN), key=lambda path: path.stat().st_mtime, default=None)
+    newest = next(_last_life(logs).rglob(RUN), None)
     return [Path(os.fsdecode(newest.read_bytes()))] if newest else []
 
 

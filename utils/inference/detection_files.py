@@ -175,18 +175,21 @@ class DetectionFiles:
             return
         if frame.source not in self._videos:
             path = self.run_dir / f"{frame.source.name}.mp4"
-            video = self._videos[frame.source] = _Video(path, frame.fps, picture.shape[:2], self._config.video_codec)
-            if self._config.video_codec == "auto" and video.codec == VIDEO_CODECS[-1]:
-                self._say_codec(path)
+            codec = self._config.video_codec
+            if codec == "auto" and frame.source.kind == "stream":
+                codec = VIDEO_CODECS[-1]  # others would miss most of the frames while they write one
+            video = self._videos[frame.source] = _Video(path, frame.fps, picture.shape[:2], codec)
+            if codec == "auto":
+                self._say_codec(path, video.codec)
         self._videos[frame.source].write(picture)
 
-    def _say_codec(self, path: Path) -> None:
-        """Say once that browsers don't play what is written."""
-        if not self._said_codec:
-            get_logger().warning(
-                f"{path.name} and other videos are written as mp4v, which browsers don't play: this OpenCV can't write "
-                "avc1 or vp09"
-            )
+    def _say_codec(self, path: Path, codec: str) -> None:
+        """Say once what is written where it is not H.264, which browsers play and which is quick to write."""
+        others = f"{path.name} and other videos are written as {codec}"
+        if codec == "mp4v" and not self._said_codec:
+            get_logger().warning(f"{others}, which browsers don't play: this OpenCV can't write avc1 or vp09")
+        elif codec == "vp09" and not self._said_codec:
+            get_logger().info(f"{others}, which browsers play; --video-codec mp4v is many times as fast to write")
         self._said_codec = True
 
     def _table(self, frame: Frame, detections: NDArray[np.float32]) -> list[tuple[Any, ...]]:

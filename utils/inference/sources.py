@@ -22,6 +22,7 @@ from utils.config.yaml_files import ROOT
 from utils.core.errors import Problems, UserError, nearest
 from utils.core.image_files import IMAGE_SUFFIXES, ImageError, depth_doubts, read_image
 from utils.core.logging import get_logger
+from utils.data.image_lists import is_hidden
 
 # Of what is taken from folders; a file that is named itself is tried whatever its suffix.
 # fmt: off
@@ -185,7 +186,7 @@ def _pictures(
         if typed is not None and not path.is_file():
             continue
         kind = _kind(path)
-        if kind and typed is not None and any(_is_hidden(part) for part in path.parts if part not in typed):
+        if kind and typed is not None and any(is_hidden(part) for part in path.parts if part not in typed):
             hidden.append(path.name)
         elif kind := kind or (_kind_by_content(str(path)) if by_content else ""):
             found.append((kind, str(path), path.stem))
@@ -213,11 +214,6 @@ def _is_address(text: str) -> bool:
 def _kind(path: Path) -> str:
     suffix = path.suffix.lower().removeprefix(".")
     return "image" if suffix in IMAGE_SUFFIXES else "video" if suffix in VIDEO_SUFFIXES else ""
-
-
-def _is_hidden(name: str) -> bool:
-    """Whether a file or folder is another program's: begins with a dot or an @, or is from an archive of macOS."""
-    return name.startswith((".", "@")) or name == "__MACOSX"
 
 
 def _kind_by_content(path: str) -> str:

@@ -103,7 +103,7 @@ def check_open_files(processes: int) -> None:
     Raises:
         UserError: says how many are needed, and how many are allowed.
     """
-    if sys.platform == "win32":
+    if sys.platform == "win32" or not os.path.isdir("/dev/fd"):
         return
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/dev/fd")) + FILES + FILES_PER_PROCESS * processes
