@@ -62,7 +62,7 @@ from utils.run.folder import going_on
 from utils.run.inputs import check_classes
 from utils.torch_utils import process_group, save_checkpoint
 
-__all__ = ["STOP", "YOLO", "Callback", "Results", "TrainingError", "UserError"]
+__all__ = ["STOP", "YOLO", "Callback", "Results", "Stopped", "TrainingError", "UserError"]
 
 RESULTS = "results.json"
 # How other processes get here; not as a script, for in a worker the caller's may have to be __main__.

@@ -331,7 +331,9 @@ def doubts_about_figures(config: ValConfig, index: LabelIndex) -> list[str]:
     """Return a sentence for each reason why the figures of a validation are no measure, or none to compare by."""
     usual = {item.name: item.default for item in dataclasses.fields(ValConfig)} | {"max_det": detection_cap(0, index)}
     own = {name: getattr(config, name) for name in THRESHOLDS} | {"max_det": detection_cap(config.max_det, index)}
-    typed = {name: f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in own.items()}
+    typed = {
+        name: f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in own.items()
+    }
     other = [typed[name] for name, value in own.items() if value != usual[name]]
     doubts = []
     if other:

@@ -130,7 +130,7 @@ def write_script(folder: Path, code: str) -> Path:
 
 def environment(folder: Path, data: Path) -> dict[str, str]:
     own = {"PYTHONPATH": str(PROJECT), "TMPDIR": str(folder / "tmp"), "DATA": str(data), "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **own}
+    return {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **own}
 
 
 def run(folder: Path, data: Path, code: str, *command: str, typed: str = "") -> Done:

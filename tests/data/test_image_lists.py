@@ -1,11 +1,14 @@
 import os
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 
 from tests.common import as_nobody, needs_root
 from utils.core.errors import UserError
 from utils.data.image_lists import find_labels, list_images
+from utils.data.index import build_index
 from utils.data.labels import label_path
 from utils.data.report import Problem
 
@@ -250,3 +253,17 @@ def test_folder_of_labels_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "labels").chmod(0o700)
     with as_nobody(tmp_path), pytest.raises(UserError, match=rf"folder {tmp_path}/labels can't be read: Permission"):
         find_labels([f"{tmp_path}/images/1.jpg"], [])
+
+
+def test_links_to_label_files_that_are_gone(tmp_path: Path) -> None:
+    """Their images are not taken for background."""
+    (tmp_path / "images").mkdir()
+    for name in ("1", "2"):
+        cv2.imwrite(str(tmp_path / f"images/{name}.png"), np.zeros((20, 20, 3), np.uint8))
+    fill(tmp_path, "labels/1.txt")
+    (tmp_path / "labels/2.txt").symlink_to("/nowhere/2.txt")
+    report = build_index([tmp_path / "images"], 1, cache=False).report
+    assert (report.found, report.missing, report.corrupt) == (1, 0, 1)
+    assert [(one.file, one.value) for one in report.problems] == [
+        (f"{tmp_path}/labels/2.txt", "a link to a file that is not there")
+    ]

@@ -103,7 +103,8 @@ def run(arguments: list[str], folder: Path, sabotage: str = "", script: str = "t
     """
     note, tmp = folder / "note", folder / TMP
     tmp.mkdir(exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp)}
+    own = {"TMPDIR": str(tmp), "XDG_CACHE_HOME": str(folder / "cache")}  # there also for a user without a home
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
     if sabotage:
         (folder / "sitecustomize.py").write_text(SABOTAGE)
         environment |= {"PYTHONPATH": str(folder), "SABOTAGE": f"{sabotage} {folder}/runs/run/weights/last.pt {note}"}

@@ -116,7 +116,8 @@ def test_what_a_dead_run_left(data: Path, tmp_path: Path) -> None:
     """
     temporary, weights, shared = tmp_path / "temporary", tmp_path / "run/weights", Path("/dev/shm")
     temporary.mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
+    own = {"TMPDIR": str(temporary), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
     before = {path.name for path in shared.glob("*")} if shared.exists() else set()
     line = flags(data, tmp_path, LINE, "--epochs 4 --cache ram --exist-ok")
     run = start(line, tmp_path, tmp_path / "said", env=environment)

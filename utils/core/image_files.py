@@ -417,7 +417,7 @@ def depth_doubts(path: Callable[[int], str], count: int) -> list[str]:
 
 def _brightest(path: str) -> int | None:
     """Largest value in a file in which white is 65535; None for other files, and those that can't be read."""
-    if not path.lower().endswith((".png", ".tif", ".tiff", ".pfm")):
+    if not path.lower().endswith((".png", ".tif", ".tiff", ".pfm", ".pgm", ".pnm", ".ppm", ".jp2")):
         return None
     try:
         data = _contents(path)

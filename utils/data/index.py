@@ -57,7 +57,7 @@ from utils.dist.place import ALONE, DistEnv
 
 __all__ = ["LabelIndex", "build_index", "cache_folders", "open_splits", "read_image"]
 
-RULES_VERSION = 6  # raise it whenever a rule, the row format or the file format changes: older cache files are rebuilt
+RULES_VERSION = 7  # raise it whenever a rule, the row format or the file format changes: older cache files are rebuilt
 MAGIC = b"LSINDEX1"
 CHUNK = 512  # images per unit of work: long enough for vectorized checks, short enough for an even progress bar
 MIN_SIDE, MAX_PIXELS = 10, 1 << 28
@@ -117,6 +117,8 @@ def _scan_chunk(files: _Files, rules: _Rules) -> _Part:
     for i, (path, name, label_size) in enumerate(zip(paths, names, files.stats[:, 2].tolist(), strict=True)):
         try:
             shapes[i] = _checked_size(path)
+            if name and label_size == NO_FILE:
+                raise OSError(errno.ENOENT, "a link to a file that is not there")
             text = b"" if label_size in (0, NO_FILE) else _read(name, label_size)
         except ImageError as error:
             status[i] = CORRUPT

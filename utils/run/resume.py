@@ -57,7 +57,8 @@ def resume(given: Mapping[str, Any], *, again: bool = False) -> tuple[TrainConfi
     done = saved["state"]["epoch"]
     if config.epochs < done:
         raise UserError(f"--resume {run_dir or path}: --epochs {config.epochs} is less than the {done} that are done")
-    if GO_BEYOND & given.keys() and not again:
+    beyond = GO_BEYOND & given.keys()
+    if beyond and not (again and all(given[name] == saved["config"][name] for name in beyond)):
         saved["state"]["stopped"] = False  # it goes on, as far as its new settings let it
     saved["said"] = _changes(given, saved["config"], config)
     saved["path"], saved["origin"] = str(path), str(run_dir or "")
@@ -169,11 +170,14 @@ def _over(run_dir: Path | None, saved: Mapping[str, Any], given: Mapping[str, An
 
 
 def _was_cut_short(run_dir: Path | None) -> bool:
-    """Whether a run that has no epoch left died before its end, whose last act is to strip best.pt."""
+    """Whether a run that has no epoch left died before its end, whose last act is to make or strip best.pt."""
     if run_dir is None:
         return False
+    best = run_dir / "weights" / "best.pt"
+    if not best.exists():  # --nosave
+        return not is_finished(run_dir)
     try:
-        return "optimizer" in load_checkpoint(run_dir / "weights" / "best.pt")
+        return "optimizer" in load_checkpoint(best)
     except UserError:
         return False
 
