@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import val
-from tests.common import SHARED, needs_shared
+from tests.common import PROJECT, SHARED, needs_shared
 from tests.data.test_label_rules import full_disk
 from tests.runs import make_data
 from tests.test_val import NAMES, saved, yolov5n
@@ -246,7 +246,7 @@ def test_speed_thresholds() -> None:
 
 
 def test_ids() -> None:
-    names = list(load_yaml(Path(__file__).parents[1] / "data/coco.yaml")["names"].values())
+    names = list(load_yaml(PROJECT / "data/coco.yaml")["names"].values())
     ids = val_files.category_ids(names)
     spans = ((1, 11), (13, 25), (27, 28), (31, 44), (46, 65), (67, 67), (70, 70), (72, 82), (84, 90))
     assert ids == [number for first, last in spans for number in range(first, last + 1)] and len(ids) == 80
