@@ -236,8 +236,6 @@ def run_cli(main: Callable[[], int | None]) -> NoReturn:
     except LostPeerError as error:  # of a task of srun
         print(f"error: {error}", file=sys.stderr)
         status = 1
-    if status and "LOCAL_RANK" in os.environ:  # a task of srun: the group that it leaves may have threads
-        leave(status)
     sys.exit(status)
 
 
