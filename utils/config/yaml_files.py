@@ -23,9 +23,6 @@ LARGEST_YAML = 1 << 21  # bytes; the names of the 21,841 classes of ImageNet hav
 LONGEST_NAME = 250  # bytes; file systems take 255, and a run's number comes behind its name
 
 
-# ---- files ----
-
-
 NULL, BOOL, INT, FLOAT, STR, MERGE = (
     f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "merge")
 )
