@@ -1,6 +1,7 @@
 """Detection from Python: what goes in, what comes out, and that it is what detect.py writes."""
 
 import csv
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +163,20 @@ def test_gray_and_deep_images(yolo: YOLO, photo: Path, tmp_path: Path) -> None:
     for p in found:
         np.testing.assert_array_equal(p.image, np.dstack([gray] * 3))
         np.testing.assert_array_equal(p.boxes, found[0].boxes)
+
+
+def test_dark_images_of_16_bits_are_named(yolo: YOLO, photo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ultralytics/yolov5#11840: in a file of 16 bits a picture of 12 bits is black; a PIL image of it no less."""
+    deep = [Image.fromarray(load(photo)[..., 1].astype(np.uint16) * factor) for factor in (16, 256)]
+    assert [image.mode for image in deep] == ["I;16"] * 2
+    yolo.predict(deep[1])
+    assert capsys.readouterr().out == ""
+    yolo.predict([photo, *deep])
+    assert re.fullmatch(
+        r"WARNING: images of more than 8 bits look almost black: the brightest value in 1 of the 2 that were looked "
+        r"at, such as source\[1\], is \d+ of 65535; multiply their values, for example by 1\d\n",
+        capsys.readouterr().out,
+    )
 
 
 def test_photos_are_upright(yolo: YOLO, photo: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -49,6 +49,7 @@ OTHER_IMAGE_SUFFIXES = frozenset([
 WHITES = ((16.0, 1.0), (512.0, 255.0), (131072.0, 65535.0))
 DARK = 1 << 14  # of 65535: images of 10, 12 and 14 bits in 16
 LOOKED_AT = 16  # images of a set, for its depth
+MANY_DARK = 1 / 8  # share of them; a few may be pictures of the night
 MOST_PAGES = 100  # that are counted
 
 # What storage, above all storage elsewhere, says while it is in trouble that may pass.
@@ -404,14 +405,28 @@ def depth_doubts(path: Callable[[int], str], count: int) -> list[str]:
         path: gives the file of image i; some of them are read.
         count: of the images.
     """
-    found = [_brightest(path(i)) for i in range(0, count, -(-count // LOOKED_AT) or 1)]
-    values = [value for value in found if value is not None]
-    brightest = max(values, default=0)
-    if not 0 < brightest < DARK:
+    found = {path(i): _brightest(path(i)) for i in looked_at(count)}
+    return dark_doubts({name: value for name, value in found.items() if value is not None})
+
+
+def looked_at(count: int) -> range:
+    """Return which of so many images are looked at, for their depth."""
+    return range(0, count, -(-count // LOOKED_AT) or 1)
+
+
+def dark_doubts(brightest: Mapping[str, int]) -> list[str]:
+    """Return a sentence if too many images are almost black.
+
+    Args:
+        brightest: largest value of each image, by its name; white is 65535. One that is black all over says nothing.
+    """
+    dark = {name: value for name, value in brightest.items() if 0 < value < DARK}
+    if not dark or len(dark) < MANY_DARK * len(brightest):
         return []
+    most, such = max(dark.values()), f"{len(dark)} of the {len(brightest)} that were looked at, such as {min(dark)}"
     return [
-        f"images of more than 8 bits look almost black: the brightest value in {len(values)} of them is {brightest} of "
-        f"65535; multiply their values, for example by {65535 // brightest}"
+        f"images of more than 8 bits look almost black: the brightest value in {such}, is {most} of 65535; multiply "
+        f"their values, for example by {65535 // most}"
     ]
 
 

@@ -8,7 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from utils.config.command_line import given_keywords
 from utils.config.flags import DetectConfig, build_config
 from utils.core.devices import check_half
 from utils.core.errors import Problems, UserError, nearest
+from utils.core.image_files import dark_doubts, looked_at
 from utils.core.logging import get_logger
 from utils.inference.detection_files import annotate, crop, write_image
 from utils.inference.sources import (
@@ -60,6 +61,7 @@ KEYWORDS = (
     "half",
 )
 BATCH = 16  # the pictures of a folder or list are there at once; detect.py, which takes streams too, has 1
+DEEP_PIL = "I;16"  # start of PIL's modes of 16 bits
 UNNAMED = Source("image", "", "")  # arrays and PIL images
 WANTED = "give a path, a URL, the number of a camera, an array (H, W, 3), a PIL image, or a list of these"
 
@@ -268,6 +270,7 @@ def _look_at(source: Any, vid_stride: int, problems: Problems) -> tuple[list[Sou
     streams: list[Source] = []
     files: list[Iterable[Frame]] = []
     named: list[Source] = []
+    deep: list[tuple[str, Any]] = []
     for number, entry in enumerate(source if isinstance(source, list | tuple) else [source]):
         label = f"source[{number}]" if isinstance(source, list | tuple) else "source"
         if isinstance(entry, str | os.PathLike) or (isinstance(entry, int) and not isinstance(entry, bool)):
@@ -284,10 +287,13 @@ def _look_at(source: Any, vid_stride: int, problems: Problems) -> tuple[list[Sou
         elif _is_pil(entry):
             problems.attempt(partial(_check_pil, label, entry))
             files.append(_read_pil(label, entry))
+            if entry.mode.startswith(DEEP_PIL):
+                deep.append((label, entry))
         else:
             problems.add(f"{label} is of type {type(entry).__name__}; {WANTED}")
     if not problems:
         warn_of_depth(named)
+        _warn_of_dark(deep)
     return streams, files
 
 
@@ -331,9 +337,19 @@ def _check_pil(label: str, image: Any) -> None:
         )
 
 
+def _warn_of_dark(images: Sequence[tuple[str, Any]]) -> None:
+    """Log a warning if PIL images of 16 bits, each with its name, are almost black."""
+    brightest = {}
+    for label, image in (images[i] for i in looked_at(len(images))):
+        with suppress(OSError, SyntaxError):  # said when it is its turn
+            brightest[label] = int(np.asarray(image).max())
+    for doubt in dark_doubts(brightest):
+        get_logger().warning(doubt)
+
+
 def _read_pil(label: str, image: Any) -> Iterator[Frame]:
     try:
-        if image.mode.startswith("I;16"):  # PIL would clip to 255 what is scaled when files of 16 bits are read
+        if image.mode.startswith(DEEP_PIL):  # PIL would clip to 255 what is scaled when files of 16 bits are read
             yield from _read_array((np.asarray(image) >> 8).astype(np.uint8))
         else:
             yield Frame(UNNAMED, np.ascontiguousarray(np.asarray(image.convert("RGB"), np.uint8)[..., ::-1]))

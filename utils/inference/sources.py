@@ -392,7 +392,10 @@ def _read_video(source: Source, vid_stride: int) -> Iterator[Frame | Unread]:
         yield Unread(source)
     elif last > read or frames - last > max(1, frames * DOUBTFUL_END):
         frames = max(frames, last)
-        get_logger().warning(f"{source.address}: {read} of {frames} frames can be read; it is damaged or cut short")
+        text = f"{source.address}: {read} of {frames} frames can be read; it is damaged or cut short"
+        if last < frames:  # for some containers OpenCV passes over bad frames without a word, so they are not counted
+            text += "; behind a gap, frames have lower numbers than in the whole video"
+        get_logger().warning(text)
         yield Unread(source, read, frames)
 
 
