@@ -148,6 +148,30 @@ def test_no_file_to_keep_rows_of(tmp_path: Path) -> None:
     assert len(read(tmp_path / "results.csv")) == 0
 
 
+@pytest.mark.parametrize("left", ["gone", "", "epoch,train/box_loss\n", "epoch,train/box_loss\n2,0.5\n"])
+def test_rows_that_are_gone(tmp_path: Path, left: str) -> None:
+    """Columns and rows of a resumed run were lost (roboflow/rf-detr#1321): spare ones are taken, others are named."""
+    path = tmp_path / "results.csv"
+    if left != "gone":
+        path.write_text(left)
+    there = [2] * ("2" in left)
+    log = CsvLog(path, COLUMNS, 3, {1: row(1, 0.25), 2: row(2), 4: row(4)})
+    assert (log.filled, log.missing) == ([1, 2][: 2 - len(there)], [3])
+    log.append(row(4))
+    assert read(path)["epoch"].tolist() == [1, 2, 4]
+    assert read(path)["train/box_loss"].tolist() == [0.25, 0.5, 0.5]
+
+
+def test_a_table_from_epoch_0_goes_on_from_1(tmp_path: Path) -> None:
+    """So did older runs, and YOLOv5's; an epoch has one number all over a table (ultralytics/ultralytics#22364)."""
+    path = tmp_path / "results.csv"
+    path.write_text("epoch,train/box_loss\n 0, 3\n 1, 2\n 2, 1\n")
+    log = CsvLog(path, COLUMNS, 2)
+    log.append(row(3))
+    assert (log.filled, log.missing) == ([], [])
+    assert read(path)["epoch"].tolist() == [1, 2, 3] and read(path)["train/box_loss"].tolist() == [3, 2, 0.5]
+
+
 # ---- meter ----
 
 

@@ -249,6 +249,29 @@ def test_jsonl_mends_what_a_dead_run_left(left: bytes, epochs: int, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
 
 
+@pytest.mark.parametrize("jsonl", [True, False])
+def test_a_results_csv_that_is_gone_comes_back_or_is_missed(
+    jsonl: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Removed before a resume: the table began in a later epoch, in silence (roboflow/rf-detr#1321)."""
+    before = [CsvLogger(), *[JsonlLogger()] * jsonl]
+    for logger in before:
+        logger.on_train_start(start(tmp_path))
+        for epoch in (1, 2):
+            logger.on_epoch_end(end(epoch, validated=epoch == 2))
+    table = (tmp_path / "results.csv").read_text().replace("inf", "nan")  # as JSON has them
+    assert capsys.readouterr().out == ""
+    (tmp_path / "results.csv").unlink()
+    CsvLogger().on_train_start(start(tmp_path, resumed_epoch=3))
+    said = capsys.readouterr().out
+    if jsonl:
+        assert (tmp_path / "results.csv").read_text() == table
+        assert said == "2 of 2 rows were gone from results.csv; they are back from results.jsonl\n"
+    else:
+        gone = "2 of 2 rows are gone from results.csv, the first of them that of epoch 1; it goes on without them"
+        assert said == f"WARNING: {gone}\n"
+
+
 # Names ----------------------------------------------------------------------------------------------------------------
 
 

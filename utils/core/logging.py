@@ -54,16 +54,31 @@ class CsvLog:
         columns: names in order; the first is ``epoch``.
         keep_epochs: rows up to this epoch are kept; a resumed run names the last that is done, so that an epoch that is
             done again has one row (ultralytics/ultralytics#22364, roboflow/rf-detr#1321). 0 = start afresh.
+        spare: rows by epoch, for those that should be kept but are not there.
         enabled: whether this rank writes; the others' logs do nothing.
+
+    Attributes:
+        filled: epochs whose rows are spare ones.
+        missing: epochs up to ``keep_epochs`` without a row.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str], keep_epochs: int = 0, *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        columns: Sequence[str],
+        keep_epochs: int = 0,
+        spare: Mapping[int, Mapping[str, Any]] | None = None,
+        *,
+        enabled: bool = True,
+    ) -> None:
         assert columns[0] == "epoch"
         self.path, self.columns, self.enabled = path, tuple(columns), enabled
+        self.filled: list[int] = []
+        self.missing: list[int] = []
         self._rows_due: list[str] = []
         self._size = 0
         if enabled:
-            self.trim(keep_epochs)
+            self.trim(keep_epochs, spare)
             self._size = path.stat().st_size
 
     def append(self, row: Mapping[str, float]) -> None:
@@ -78,31 +93,37 @@ class CsvLog:
         self._size = append_whole(self.path, "".join(self._rows_due).encode(), self._size)
         self._rows_due.clear()
 
-    def trim(self, epoch: int) -> None:
+    def trim(self, epoch: int, spare: Mapping[int, Mapping[str, Any]] | None = None) -> None:
         """Remove the rows behind this epoch, and what is not a whole row (a run may die while it writes).
 
         Columns are matched by name: those that the file lacks stay empty in the rows that are kept.
         """
-        lines = [_line(self.columns)]
+        rows, spare, lines = self._rows(), spare or {}, [_line(self.columns)]
+        self.filled = [number for number in range(1, epoch + 1) if number not in rows and number in spare]
+        self.missing = [number for number in range(1, epoch + 1) if number not in rows and number not in spare]
+        rows |= {number: {name: _cell(value) for name, value in spare[number].items()} for number in self.filled}
         lines += [
-            _line(row.get(name, "") for name in self.columns) for row in self._rows() if int(row["epoch"]) <= epoch
+            _line(rows[number].get(name, "") for name in self.columns) for number in sorted(rows) if number <= epoch
         ]
         beside = self.path.with_name(f"{self.path.name}.tmp")
         beside.write_text("".join(lines), encoding="utf-8")
         os.replace(beside, self.path)
 
-    def _rows(self) -> list[dict[str, str]]:
+    def _rows(self) -> dict[int, dict[str, str]]:
+        """Return what the file holds, by epoch; of an epoch that is there twice the last row."""
         if not self.path.exists():
-            return []
+            return {}
         text = self.path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
         whole_lines = text[: text.rfind("\n") + 1].splitlines()
         try:
             table = [[cell.strip() for cell in line] for line in csv.reader(whole_lines)]
         except csv.Error:  # of another program
-            return []
+            return {}
         header = table[0] if table else []
         rows = [dict(zip(header, cells, strict=True)) for cells in table[1:] if len(cells) == len(header)]
-        return [row for row in rows if re.fullmatch("[0-9]{1,9}", row.get("epoch", ""))]
+        found = {int(row["epoch"]): row for row in rows if re.fullmatch("[0-9]{1,9}", row.get("epoch", ""))}
+        shift = 0 in found  # a table that was begun with epochs counted from 0
+        return {epoch + shift: row | {"epoch": str(epoch + shift)} for epoch, row in found.items()}
 
 
 def without_nan(value: Any) -> Any:
@@ -130,8 +151,8 @@ def append_whole(path: Path, data: bytes, size: int) -> int:
     return size + len(data)
 
 
-def _cell(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.6g}"
+def _cell(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else "nan" if value is None else str(value)
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -29,6 +29,7 @@ FIGURES = {  # names in results.csv, as YOLOv5 has them
     "map50": "metrics/mAP_0.5",
     "map": "metrics/mAP_0.5:0.95",
 }
+JSONL = "results.jsonl"
 TENSORBOARD_FILES = "events.out.tfevents.*"
 TENSORBOARD = "the TensorBoard file"
 
@@ -83,8 +84,17 @@ class CsvLogger(FileLogger):
     """results.csv: one row per epoch."""
 
     def on_train_start(self, event: TrainStart) -> None:
-        """Make the file, or cut off the epochs that are done again."""
-        self._log = CsvLog(event.run_dir / "results.csv", columns(event), keep_epochs=(event.resumed_epoch or 1) - 1)
+        """Make the file, or cut off the epochs that are done again; rows that are gone are taken from results.jsonl."""
+        done, log = (event.resumed_epoch or 1) - 1, get_logger()
+        spare = _figures_in(event.run_dir / JSONL) if done else {}
+        self._log = CsvLog(event.run_dir / "results.csv", columns(event), done, spare)
+        if self._log.filled:
+            log.info(f"{len(self._log.filled)} of {done} rows were gone from results.csv; they are back from {JSONL}")
+        if self._log.missing:
+            log.warning(
+                f"{len(self._log.missing)} of {done} rows are gone from results.csv, the first of them that of epoch "
+                f"{self._log.missing[0]}; it goes on without them"
+            )
 
     def on_epoch_end(self, event: EpochEnd) -> Stop | None:
         """Add a row; what was not measured is nan."""
@@ -101,7 +111,7 @@ class JsonlLogger(FileLogger):
 
     def on_train_start(self, event: TrainStart) -> None:
         """Write the first line, or keep the one that is there and cut off the epochs that are done again."""
-        self._path, self._columns = event.run_dir / "results.jsonl", columns(event)
+        self._path, self._columns = event.run_dir / JSONL, columns(event)
         first = {key: value for key, value in asdict(event).items() if key != "resumed_epoch"}
         lines = [_json_line(first | {"run_dir": str(event.run_dir), "versions": versions()})]
         if event.resumed_epoch is not None and self._path.exists():
@@ -119,7 +129,7 @@ class JsonlLogger(FileLogger):
         row |= {"best_value": event.best_value, "better": event.better, "seconds": event.seconds}
         row["class_maps"] = None if event.metrics is None else dict(event.metrics.class_maps)
         self._due += _json_line(row)
-        with self._or_warn("results.jsonl"):
+        with self._or_warn(JSONL):
             self._size, self._due = append_whole(self._path, self._due, self._size), b""
         return None
 
@@ -139,6 +149,16 @@ def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
         if line.endswith(b"\n") and isinstance(content, dict):
             found.append((line, content))
     return found
+
+
+def _figures_in(path: Path) -> dict[int, dict[str, float | None]]:
+    """Return the numbers of each epoch in a results.jsonl, {} without one."""
+    lines = _whole_lines(path) if path.exists() else []
+    return {
+        row["epoch"]: {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
+        for _, row in lines
+        if isinstance(row.get("epoch"), int)
+    }
 
 
 def _wait_for_a_later_name(run_dir: Path) -> None:
