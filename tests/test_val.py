@@ -25,8 +25,8 @@ from utils.config.recipe import Hyp
 from utils.core.errors import UserError
 from utils.data.dataset import DetectionDataset
 from utils.data.image_cache import ImageCache
-from utils.data.index import open_splits
 from utils.data.loaders import val_loader
+from utils.data.splits import open_splits
 from utils.metrics.average_precision import Evaluation, ImageResult
 from utils.torch_utils import process_group, save_checkpoint
 

@@ -33,7 +33,8 @@ from utils.core.logging import CsvLog
 from utils.data.image_cache import HEADER_BYTES, ImageCache
 from utils.data.image_cache import MAGIC as IMAGES_MAGIC
 from utils.data.image_lists import list_images
-from utils.data.index import MAGIC, build_index, open_index
+from utils.data.index import build_index, open_index
+from utils.data.index_file import MAGIC
 from utils.data.report import Problem
 from utils.dist.job_files import DIGEST, JOB, job_folder, read_job
 from utils.inference.detection_files import DetectionFiles

@@ -29,9 +29,9 @@ os.register_at_fork(after_in_parent=hook)
 """
 TRAIN = "runpy.run_path(sys.argv[0], run_name='__main__')"
 SCAN = """
-from utils.data.index import _parallel
+from utils.data.scan import in_processes
 from utils.core.errors import run_cli
-run_cli(lambda: print(*_parallel(lambda item: item, list(range(8)), 2)))
+run_cli(lambda: print(*in_processes(lambda item: item, list(range(8)), 2)))
 """
 
 

@@ -109,7 +109,7 @@ def test_index_of_boxes_holds_no_polygons(tmp_path: Path) -> None:
 
 def test_index_of_many_chunks_is_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are scanned by several processes and joined; outlines stay with their rows."""
-    monkeypatch.setattr("utils.data.index.CHUNK", 2)
+    monkeypatch.setattr("utils.data.scan.CHUNK", 2)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     labels = {f"{k:02}": row(0, [(0.1, 0.1), (0.1 + 0.05 * k, 0.1), (0.1, 0.5)]) + BOX * (k % 2) for k in range(1, 12)}
     index = build_index([make_set(tmp_path, labels)], 3)

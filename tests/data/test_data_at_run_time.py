@@ -34,12 +34,13 @@ from tests.data.test_sampler import HYP, load
 from tests.dist.launch import descendants, free_port, kill, start, torchrun, wait_for, wait_for_end
 from utils.config.recipe import Hyp
 from utils.config.yaml_files import find_yaml, load_yaml
+from utils.core.caches import replacing
 from utils.core.errors import LostDataError, UserError
-from utils.core.image_files import RETRY_AFTER, ImageError, _Storage, image_size, retried
+from utils.core.image_files import RETRY_AFTER, ImageError, _Storage, image_size, read_image, retried
 from utils.core.wording import duration
 from utils.data.augmentations import GREY, letterbox
 from utils.data.dataset import SUBSTITUTES, DetectionDataset, create_cache
-from utils.data.index import LabelIndex, build_index, read_image, replacing
+from utils.data.index import LabelIndex, build_index
 from utils.data.loader_notes import being_read, deaths_explained
 from utils.data.loaders import TrainLoader, train_loader, val_loader
 from utils.data.report import NOTHING_FOUND, REPLACED, UnreadableImages

@@ -26,7 +26,7 @@ from utils.config.yaml_files import find_yaml, load_yaml
 from utils.core.errors import UserError
 from utils.data.downloads import MIRROR, OFFLINE
 from utils.data.fetch import ensure_data, main
-from utils.data.index import open_splits
+from utils.data.splits import open_splits
 from utils.dist.place import ALONE
 from utils.run.inputs import read_inputs, read_val_inputs
 from utils.torch_utils import save_checkpoint

@@ -19,10 +19,13 @@ import pytest
 
 from tests.common import PROJECT, SHARED, as_nobody, needs_root, needs_shared, wait_until
 from utils.config.data_yaml import DataConfig
+from utils.core.caches import replacing
 from utils.core.errors import UserError
-from utils.data import index as dataset
-from utils.data.index import LabelIndex, build_index, open_splits
+from utils.data import index as index_module
+from utils.data import scan
+from utils.data.index import LabelIndex, build_index
 from utils.data.labels import label_path
+from utils.data.splits import open_splits
 
 FORK = multiprocessing.get_context("fork") if sys.platform == "linux" else None
 needs_fork = pytest.mark.skipif(FORK is None, reason="processes are forked on Linux only")
@@ -287,7 +290,7 @@ def test_cache_follows_every_change(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert rebuilt(images, file)
     assert rebuilt(images, file, num_classes=2)
     assert not rebuilt(images, file)  # each class count has its own file
-    monkeypatch.setattr(dataset, "RULES_VERSION", dataset.RULES_VERSION + 1)
+    monkeypatch.setattr(index_module, "RULES_VERSION", index_module.RULES_VERSION + 1)
     assert rebuilt(images, file)
 
 
@@ -392,7 +395,7 @@ def test_concurrent_builds(tmp_path: Path) -> None:
 
 def replace_often(file: Path, value: int) -> None:
     for _ in range(60):
-        with dataset.replacing(file) as descriptor:
+        with replacing(file) as descriptor:
             for _ in range(4):
                 os.write(descriptor, bytes([value]) * 50_000)
         assert len(set(file.read_bytes())) == 1
@@ -457,7 +460,7 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     os.utime(stale, (0, 0))
 
     def fail() -> None:
-        with dataset.replacing(file) as descriptor:
+        with replacing(file) as descriptor:
             os.write(descriptor, b"ne")
             raise OSError("full")
 
@@ -475,7 +478,7 @@ def test_result_does_not_depend_on_processes(tmp_path: Path, monkeypatch: pytest
     texts: list[str | None] = [[GOOD, None, "", "0 2 2 2 2\n" + GOOD, GOOD * 2][i % 5] for i in range(60)]
     images = make_split(tmp_path, texts)
     alone = build_index([images], 1, cache=False)
-    monkeypatch.setattr(dataset, "CHUNK", 7)
+    monkeypatch.setattr(scan, "CHUNK", 7)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
     shared = build_index([images], 1, cache=False)
     assert same(alone, shared)
@@ -484,30 +487,30 @@ def test_result_does_not_depend_on_processes(tmp_path: Path, monkeypatch: pytest
 
 @needs_fork
 def test_worker_that_fails_or_dies_is_an_error() -> None:
-    def fail(item: int) -> dataset._Part:
+    def fail(item: int) -> scan.Part:
         raise KeyError("broken rule")
 
-    def die(item: int) -> dataset._Part:
+    def die(item: int) -> scan.Part:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
     before = multiprocessing.active_children()
     with pytest.raises(KeyError, match="broken rule"):
-        list(dataset._parallel(fail, [1, 2, 3, 4], 2))
+        list(scan.in_processes(fail, [1, 2, 3, 4], 2))
     with pytest.raises(RuntimeError, match="ended early"):
-        list(dataset._parallel(die, [1, 2, 3, 4], 2))
+        list(scan.in_processes(die, [1, 2, 3, 4], 2))
     assert set(multiprocessing.active_children()) <= set(before)
 
 
 KILLED = """
 import os, sys, time
 import numpy as np
-from utils.data import index as dataset
+from utils.data import scan
 def work(item):
     print(os.getpid(), flush=True)
     time.sleep(0.05)
-    return dataset._Part(*[np.zeros(100_000)] * 4, [])
-for item, part in dataset._parallel(work, list(range(200)), 2):
+    return scan.Part(*[np.zeros(100_000)] * 4, [])
+for item, part in scan.in_processes(work, list(range(200)), 2):
     time.sleep(100)
 """
 

@@ -9,7 +9,8 @@ import pytest
 from tests.test_faults import assert_clear, call
 from utils.config.data_yaml import load_data
 from utils.core.errors import UserError
-from utils.data.index import LabelIndex, build_index, open_splits
+from utils.data.index import LabelIndex, build_index
+from utils.data.splits import open_splits
 
 IMAGES, BOXES = 4, 3
 

@@ -24,12 +24,14 @@ import torch
 from tests.common import PROJECT, SHARED, golden, needs_shared
 from utils.config.recipe import Hyp
 from utils.core.errors import Problems, UserError
+from utils.core.image_files import read_image
 from utils.data.augmentations import GREY, letterbox, resize_longest, resized_shape, resized_shapes
 from utils.data.dataset import DetectionDataset, create_cache
 from utils.data.image_cache import ImageCache
-from utils.data.index import LabelIndex, _parallel, build_index, read_image
+from utils.data.index import LabelIndex, build_index
 from utils.data.loaders import choose_num_workers, collate, resize_batch, share_workers, train_loader, val_loader
 from utils.data.sampler import SampleRequest, TrainBatches, batch_imgsz, rect_batches, val_batches
+from utils.data.scan import in_processes
 from utils.dist.place import DistEnv
 from utils.run.inputs import check_loading
 
@@ -413,7 +415,7 @@ def in_a_daemon(index: LabelIndex, answer: multiprocessing.Queue[object]) -> Non
     dataset = DetectionDataset(index, OFF, Hyp(), 64)
     with closing(train_loader(dataset, 4, DistEnv(), choose_num_workers(4, 1, 4))) as loader:
         seen = len(next(loader).images)
-    scanned = sorted(_parallel(lambda start: start, [0, 1, 2], 2))  # type: ignore[arg-type, return-value]
+    scanned = sorted(in_processes(lambda start: start, [0, 1, 2], 2))  # type: ignore[arg-type, return-value]
     answer.put((seen, scanned, problems.messages))
 
 

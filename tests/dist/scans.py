@@ -12,7 +12,7 @@ from pathlib import Path
 
 from utils.config.data_yaml import load_data
 from utils.core.errors import UserError
-from utils.data.index import open_splits
+from utils.data.splits import open_splits
 from utils.dist.launch import as_worker
 from utils.torch_utils import process_group
 

@@ -18,7 +18,7 @@ from tests.dist.watched import Event, events
 from tests.runs import flags, make_data, results
 from utils.config.data_yaml import load_data
 from utils.core.image_files import LOOKED_AT
-from utils.data.index import open_splits
+from utils.data.splits import open_splits
 
 LIMIT = 480.0  # seconds; on an idle machine ten are enough
 RANKS = 2

@@ -14,9 +14,8 @@ from tests.common import PROJECT, as_nobody, needs_root
 from tests.runs import assert_same_run, flags, make_data, train_here
 from utils.checkpoints.files import load_checkpoint
 from utils.config import data_yaml as data_config
-from utils.config import flags as config_module
 from utils.config.command_line import given_flags
-from utils.config.flags import TrainConfig, cache_folder
+from utils.config.flags import TrainConfig
 from utils.core.errors import UserError
 from utils.data import shapes
 from utils.run.folder import RESUME, is_finished, resume_command, say_finished, script
@@ -263,44 +262,13 @@ def test_the_launcher_is_part_of_the_command(
 # Without a home -------------------------------------------------------------------------------------------------------
 
 
-def test_caches_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder called ~ appeared in the current one (NVIDIA-TAO/tao-skill-bank PR 150)."""
-    monkeypatch.setattr(config_module.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "~")  # what ~ is for a user whom no file knows
-    private = cache_folder()
-    assert private.parent == tmp_path and private.name == f"lockstep-{os.getuid()}"
-    assert private.stat().st_mode & 0o777 == 0o700
-    assert cache_folder() == private
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_folder() == tmp_path / "home/.cache/lockstep"
-    assert not (tmp_path / "home").exists()
-    monkeypatch.setenv("HOME", "~")
-    private.chmod(0o777)
-    with pytest.raises(UserError, match="set XDG_CACHE_HOME to a folder you can write to"):
-        cache_folder()
-
-
-@needs_root
-def test_caches_with_a_home_that_is_not_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container with a user of its own: HOME is root's, or the root of all."""
-    monkeypatch.setattr(config_module.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    (tmp_path / "home").mkdir(mode=0o700)
-    tmp_path.chmod(0o1777)
-    with as_nobody(tmp_path):
-        for home in ("/", str(tmp_path / "home")):
-            monkeypatch.setenv("HOME", home)
-            assert cache_folder() == tmp_path / f"lockstep-{os.getuid()}"
-
-
 @needs_root
 def test_read_only_code_draws_its_data_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo's data could not be drawn, and ``python -m utils.data.shapes`` was a RuntimeError.
 
     NVIDIA-TAO/tao-skill-bank PR 150
     """
-    monkeypatch.setattr(config_module.tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     for name in ("XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "tmp").mkdir()

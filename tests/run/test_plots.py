@@ -15,7 +15,8 @@ import val
 from tests.common import PROJECT
 from tests.runs import flags, make_data, torch_settings_kept, train_here
 from utils.config.data_yaml import load_data
-from utils.data.index import LabelIndex, open_splits
+from utils.data.index import LabelIndex
+from utils.data.splits import open_splits
 from utils.metrics.average_precision import ImageResult, summarize
 from utils.plots.drawing import class_color
 from utils.run.plots import Plots

@@ -4,13 +4,10 @@ Imports the standard library and yaml only, so that ``--help`` and a wrong flag 
 ``python -m utils.config.flags`` prints the flags as the page docs/flags.md.
 """
 
-import contextlib
 import dataclasses
 import os
 import re
-import stat
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -512,36 +509,6 @@ def _check_detect(config: DetectConfig, problems: Problems) -> None:
         problems.add(f"--imgsz takes one number, or height and width, not {len(config.imgsz)} numbers")
     if config.save_conf and not config.save_txt:
         problems.add("--save-conf adds a column to --save-txt; give that too (--save-csv has confidences anyway)")
-
-
-def may_be_made(folder: Path) -> bool:
-    """Whether this user may write to a folder, or to the nearest one above it if it is not there."""
-    there = next((path for path in (folder, *folder.parents) if os.path.exists(path)), None)
-    return there is not None and os.access(there, os.W_OK | os.X_OK)
-
-
-def cache_folder() -> Path:
-    """Return the folder for what this user's runs keep for the next ones where nothing can be written beside the data.
-
-    In ``$XDG_CACHE_HOME``, else in ``~/.cache``; where there is no home, or nothing can be written there (containers
-    with a user of their own, services), a private folder in the temporary one.
-
-    Raises:
-        UserError: that one is somebody else's.
-    """
-    wanted = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lockstep")
-    if wanted.is_absolute() and may_be_made(wanted):
-        return wanted
-    user = os.getuid() if hasattr(os, "getuid") else None
-    private = Path(tempfile.gettempdir(), f"lockstep-{user}")
-    with contextlib.suppress(OSError):
-        private.mkdir(mode=0o700, exist_ok=True)
-        found = private.lstat()  # others may write to the temporary folder as well
-        if stat.S_ISDIR(found.st_mode) and (user is None or (found.st_uid == user and not found.st_mode & 0o022)):
-            return private
-    raise UserError(
-        f"{private}, for caches, is not this user's own folder; set XDG_CACHE_HOME to a folder you can write to"
-    )
 
 
 # ---- configurations as plain data ----

@@ -13,10 +13,10 @@ from torch.utils.data import Dataset
 
 from utils.config.recipe import Hyp
 from utils.core.errors import LostDataError
-from utils.core.image_files import ImageError
+from utils.core.image_files import ImageError, read_image
 from utils.data import augmentations
 from utils.data.image_cache import ImageCache
-from utils.data.index import LabelIndex, read_image
+from utils.data.index import LabelIndex
 from utils.data.leisure import Leisure
 from utils.data.loader_notes import NO_IMAGE
 from utils.data.polygons import Polygons

@@ -24,7 +24,8 @@ from typing import Any
 import cv2
 import numpy as np
 
-from utils.data.index import LabelIndex, cache_folders, content_digest, replacing
+from utils.core.caches import content_digest, replacing
+from utils.data.index import LabelIndex, cache_folders
 
 MAGIC = b"LSIMAGE1"
 PIXELS_VERSION = 3  # raise it whenever images are decoded or resized otherwise: older cache files are not used

@@ -28,8 +28,8 @@ import cv2
 import numpy as np
 from tqdm import tqdm
 
-from utils.config.flags import cache_folder, may_be_made
 from utils.config.yaml_files import ROOT
+from utils.core.caches import cache_folder, may_be_made
 from utils.core.errors import UserError
 from utils.core.logging import get_logger
 

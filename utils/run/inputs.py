@@ -28,10 +28,11 @@ from utils.core.image_files import depth_doubts
 from utils.core.logging import get_logger
 from utils.data.class_names import Match, check_measurable, check_names
 from utils.data.forks import may_have_children
-from utils.data.index import LabelIndex, check_same_data, open_splits
+from utils.data.index import LabelIndex
 from utils.data.loaders import choose_num_workers, choose_val_batch, share_workers
 from utils.data.report import Problem
 from utils.data.sampler import max_imgsz
+from utils.data.splits import check_same_data, open_splits
 from utils.dist.collectives import all_gather_objects, once, share_problems
 from utils.dist.job_files import shown_weights
 from utils.dist.place import ALONE, DistEnv

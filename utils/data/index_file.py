@@ -1,18 +1,28 @@
-"""What a file with a label index must be like, checked before it is used: it may be of somebody else.
+"""The cache file of a label index: written, mapped, and checked before it is used, for it may be of somebody else.
+
+It holds MAGIC, crc32 of the header, its length, a JSON header, then the arrays, each 64-byte aligned.
 
 Shape letters: n images, M boxes, P corners of polygons.
 """
 
 import json
+import logging
 import math
-from collections.abc import Mapping
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from utils.core.caches import replacing
 from utils.data.report import ScanReport
 
+MAGIC = b"LSINDEX1"
 LAYOUT: dict[str, tuple[type, tuple[int, ...]]] = {  # kind, and shape behind the number of rows
     "names": (np.uint8, ()),
     "name_offsets": (np.int64, ()),
@@ -25,8 +35,66 @@ LAYOUT: dict[str, tuple[type, tuple[int, ...]]] = {  # kind, and shape behind th
 }
 POLYGONS = {"polygon_offsets", "points"}  # there are both or none
 
+Arrays = dict[str, np.ndarray]
 
-def arrays_of(header: Mapping[str, Any], body: np.ndarray) -> dict[str, np.ndarray]:
+
+def write_index(arrays: Arrays, meta: Mapping[str, Any], files: Sequence[Path], logger: logging.Logger) -> Path | None:
+    """Write an index to the first place that takes it, and return that; None if there is no such place."""
+    header, at, crc, body = {**meta, "arrays": {}}, 0, 0, []
+    for name, array in arrays.items():
+        header["arrays"][name] = [array.dtype.str, array.shape, at]
+        body.append(array.tobytes() + b"\0" * (-array.nbytes % 64))
+        crc, at = zlib.crc32(body[-1], crc), at + len(body[-1])
+    text = json.dumps({**header, "crc": crc, "bytes": at}).encode()
+    front = MAGIC + struct.pack("<II", zlib.crc32(text), len(text)) + text
+    errors = []
+    for file in files:
+        try:
+            with replacing(file) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as out:
+                out.writelines([front, b"\0" * (-len(front) % 64), *body])
+        except OSError as error:
+            errors.append(f"{file.parent}: {error.strerror}")
+        else:
+            return file
+    if errors:
+        logger.warning(f"the label index is not kept for the next run ({'; '.join(errors)})")
+    return None
+
+
+def map_index(file: Path, key: str, logger: logging.Logger | None = None) -> tuple[Arrays, dict[str, Any]] | None:
+    """Map the arrays of a cache file and read its header; None if there is none, or one of another state of the data.
+
+    A damaged file is None too, with a warning. Without a logger the arrays' checksum is not computed, and what they say
+    is not checked: for another process of the same run.
+    """
+    try:
+        with open(file, "rb") as opened:
+            data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):  # ValueError: an empty file
+        return None
+    try:
+        crc, length = struct.unpack_from("<II", data, len(MAGIC))
+        start = len(MAGIC) + 8
+        if data[: len(MAGIC)] != MAGIC or zlib.crc32(data[start : start + length]) != crc:
+            raise ValueError("damaged header")
+        header = json.loads(data[start : start + length])
+        start += length + -(start + length) % 64
+        body = np.ndarray(header["bytes"], np.uint8, data, start)
+        if header["key"] != key:
+            return None
+        arrays = _arrays_of(header, body)
+        if logger is not None:
+            if zlib.crc32(body.data) != header["crc"]:
+                raise ValueError("damaged arrays")
+            _check_numbers(arrays, header["num_classes"])
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, struct.error):
+        if logger is not None:
+            logger.warning(f"the label index {file} is damaged and is built again")
+        return None
+    return arrays, header
+
+
+def _arrays_of(header: Mapping[str, Any], body: np.ndarray) -> Arrays:
     """Return the arrays of an index, views of its bytes.
 
     Args:
@@ -62,7 +130,7 @@ def arrays_of(header: Mapping[str, Any], body: np.ndarray) -> dict[str, np.ndarr
     return arrays
 
 
-def check_numbers(arrays: Mapping[str, np.ndarray], num_classes: int) -> None:
+def _check_numbers(arrays: Mapping[str, np.ndarray], num_classes: int) -> None:
     """Check what the arrays of an index say.
 
     Raises:

@@ -1,0 +1,81 @@
+"""Files that later runs may use again: the folder they are in, how they are written, what tells them apart."""
+
+import contextlib
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from utils.core.errors import UserError
+
+
+def may_be_made(folder: Path) -> bool:
+    """Whether this user may write to a folder, or to the nearest one above it if it is not there."""
+    there = next((path for path in (folder, *folder.parents) if os.path.exists(path)), None)
+    return there is not None and os.access(there, os.W_OK | os.X_OK)
+
+
+def cache_folder() -> Path:
+    """Return the folder for what this user's runs keep for the next ones where nothing can be written beside the data.
+
+    In ``$XDG_CACHE_HOME``, else in ``~/.cache``; where there is no home, or nothing can be written there (containers
+    with a user of their own, services), a private folder in the temporary one.
+
+    Raises:
+        UserError: that one is somebody else's.
+    """
+    wanted = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lockstep")
+    if wanted.is_absolute() and may_be_made(wanted):
+        return wanted
+    user = os.getuid() if hasattr(os, "getuid") else None
+    private = Path(tempfile.gettempdir(), f"lockstep-{user}")
+    with contextlib.suppress(OSError):
+        private.mkdir(mode=0o700, exist_ok=True)
+        found = private.lstat()  # others may write to the temporary folder as well
+        if stat.S_ISDIR(found.st_mode) and (user is None or (found.st_uid == user and not found.st_mode & 0o022)):
+            return private
+    raise UserError(
+        f"{private}, for caches, is not this user's own folder; set XDG_CACHE_HOME to a folder you can write to"
+    )
+
+
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[int]:
+    """Descriptor of a new file that takes the place of ``file`` if the block succeeds, and is removed if it fails.
+
+    The temporary name is unique, so several processes may do this at once and the last one wins. What a killed process
+    left behind is removed an hour later.
+
+    Raises:
+        OSError: the folder cannot be made or written, or the disk is full.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(".tmp", f"{file.name}.", file.parent)
+    try:
+        now = os.fstat(descriptor).st_mtime  # by the clock of the file system, which may be another machine's
+        for old in file.parent.glob(f"{file.name}.*.tmp"):
+            with contextlib.suppress(OSError):
+                if now - old.stat().st_mtime > 3600:
+                    old.unlink()
+        if hasattr(os, "fchmod"):
+            os.fchmod(descriptor, 0o644)  # a data set may be shared by several users
+        yield descriptor
+        os.close(descriptor)
+        descriptor = -1
+        os.replace(temporary, file)
+    except BaseException:
+        if descriptor >= 0:
+            os.close(descriptor)
+        os.unlink(temporary)
+        raise
+
+
+def content_digest(*parts: bytes) -> str:
+    """SHA-256 over the parts and their lengths, as hex."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
