@@ -42,18 +42,9 @@ from utils.core.errors import Problems, UserError, run_cli
 from utils.core.logging import get_logger
 from utils.dist.place import DistEnv, dist_env
 from utils.inference.detection_files import DetectionFiles, annotate, check_codec
-from utils.inference.sources import (
-    Frame,
-    Source,
-    Unread,
-    count_pictures,
-    find_sources,
-    in_batches,
-    open_streams,
-    read_files,
-    read_streams,
-    warn_of_depth,
-)
+from utils.inference.frames import Frame, Unread, count_pictures, in_batches, read_files, warn_of_depth
+from utils.inference.sources import Source, find_sources
+from utils.inference.streams import open_streams, read_streams
 from utils.plots.drawing import lettering_doubts
 from utils.run.folder import create_run_dir
 from utils.run.preflight import check_run_folder

@@ -28,7 +28,8 @@ from utils.config.yaml_files import load_yaml
 from utils.core.errors import UserError
 from utils.inference import detection_files
 from utils.inference.detection_files import DetectionFiles, check_codec
-from utils.inference.sources import Frame, Source, safe_name
+from utils.inference.frames import Frame
+from utils.inference.sources import Source, safe_name
 from utils.torch_utils import save_checkpoint
 
 NAMES = ["cat", "traffic light", "a/b"]

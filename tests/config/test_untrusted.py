@@ -38,7 +38,8 @@ from utils.data.index_file import MAGIC
 from utils.data.report import Problem
 from utils.dist.job_files import DIGEST, JOB, job_folder, read_job
 from utils.inference.detection_files import DetectionFiles
-from utils.inference.sources import Frame, Source
+from utils.inference.frames import Frame
+from utils.inference.sources import Source
 
 LOG = logging.getLogger("test")
 SECONDS = 20.0  # on a busy machine

@@ -17,17 +17,9 @@ from tests.common import PROJECT
 from utils.config.data_yaml import load_data
 from utils.core.errors import UserError
 from utils.data import shapes
-from utils.data.shapes import (
-    COUNTS,
-    OUTLINES,
-    draw_sample,
-    draw_set,
-    ensure_shapes,
-    is_complete,
-    make_scene,
-    paint,
-    sample_rng,
-)
+from utils.data.shape_painting import paint
+from utils.data.shape_scenes import OUTLINES, PIXEL, Scene, label_lines, make_scene
+from utils.data.shapes import COUNTS, draw_sample, draw_set, ensure_shapes, is_complete, sample_rng
 
 SMALL = {"train": 24, "val": 5, "test": 4}
 
@@ -81,7 +73,7 @@ def inside_mask(contours: list[np.ndarray], height: int, width: int, fine: int) 
     y = (np.arange(height * fine) + 0.5) / fine
     mask = np.zeros((len(y), len(x)), bool)
     for points in contours:
-        corners = points / shapes.PIXEL
+        corners = points / PIXEL
         for (x1, y1), (x2, y2) in zip(corners, np.roll(corners, -1, 0), strict=True):
             rows = np.flatnonzero((y1 > y) != (y2 > y))
             crossing = x1 + (y[rows] - y1) * (x2 - x1) / (y2 - y1) if len(rows) else np.zeros(0)
@@ -160,7 +152,7 @@ def test_label_is_the_hull_of_the_shape_inside_the_image(root: Path) -> None:
             if (box[:2] < 0.01).any() or (box[2:] > size - 0.01).any():
                 cut_off += 1
             else:
-                corners = shape.contours[0] / shapes.PIXEL
+                corners = shape.contours[0] / PIXEL
                 assert np.abs(box - [*corners.min(0), *corners.max(0)]).max() <= 0.3
     assert cut_off >= 3
     assert np.median(errors) <= 0.25
@@ -176,7 +168,7 @@ def test_label_is_where_the_image_changes() -> None:
         state = rng.bit_generator.state
         image = paint(scene, rng).astype(int)
         rng.bit_generator.state = state
-        without = paint(shapes.Scene(scene.height, scene.width, scene.shapes[:-1]), rng).astype(int)
+        without = paint(Scene(scene.height, scene.width, scene.shapes[:-1]), rng).astype(int)
         errors.append(np.abs(hull(np.abs(image - without).max(2) > 2) - scene.shapes[-1].box))
     assert np.median(errors) <= 0.5
     assert np.max(errors) <= 2.0  # a thin tip of little contrast
@@ -190,8 +182,8 @@ def test_at_least_two_fifths_of_each_shape_can_be_seen() -> None:
         for i, shape in enumerate(scene.shapes):
             owner[inside_mask(shape.contours, scene.height, scene.width, 2)] = i
         for i, shape in enumerate(scene.shapes):
-            low, high = shape.contours[0].min(0) // shapes.PIXEL, -(-shape.contours[0].max(0) // shapes.PIXEL)
-            moved = [points - low * shapes.PIXEL for points in shape.contours]
+            low, high = shape.contours[0].min(0) // PIXEL, -(-shape.contours[0].max(0) // PIXEL)
+            moved = [points - low * PIXEL for points in shape.contours]
             whole = inside_mask(moved, int(high[1] - low[1]), int(high[0] - low[0]), 2).sum()
             assert (owner == i).sum() / whole >= 0.40
 
@@ -225,14 +217,14 @@ def test_images_and_splits_have_streams_of_their_own() -> None:
 
 def test_a_sample_does_not_depend_on_what_was_drawn_before(root: Path) -> None:
     image, scene = draw_sample("val", 7)
-    assert shapes.label_lines(scene) == (root / "labels/val/0007.txt").read_text()
+    assert label_lines(scene) == (root / "labels/val/0007.txt").read_text()
     decoded = read(root / "images/val/0007.jpg")
     assert np.abs(decoded.astype(int) - image).mean() < 6
 
 
 def test_geometry_of_this_version() -> None:
     """A change of the labels needs a new VERSION and a new digest here."""
-    text = "".join(shapes.label_lines(draw_sample("train", index)[1]) for index in range(30))
+    text = "".join(label_lines(draw_sample("train", index)[1]) for index in range(30))
     assert (shapes.VERSION, hashlib.sha256(text.encode()).hexdigest()[:16]) == (4, "72f96f4b9128f21d")
 
 

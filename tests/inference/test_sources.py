@@ -15,19 +15,9 @@ import numpy as np
 import pytest
 
 from utils.core.errors import UserError
-from utils.inference.sources import (
-    Frame,
-    Source,
-    Stream,
-    Unread,
-    _named,
-    count_pictures,
-    find_sources,
-    open_streams,
-    read_files,
-    read_streams,
-    without_login,
-)
+from utils.inference.frames import Frame, Unread, count_pictures, read_files
+from utils.inference.sources import Source, _named, find_sources, without_login
+from utils.inference.streams import Stream, open_streams, read_streams
 
 
 def write(path: Path, image: np.ndarray) -> Path:

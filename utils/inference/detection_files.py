@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from utils.config.flags import VIDEO_CODECS, DetectConfig
 from utils.core.errors import Problems, UserError
 from utils.core.logging import get_logger
-from utils.inference.sources import STREAM_FPS, Frame, Source, safe_name
+from utils.inference.frames import STREAM_FPS, Frame
+from utils.inference.sources import Source, safe_name
 from utils.plots.drawing import draw_detections, written_name
 
 CSV_COLUMNS = ("Image Name", "Prediction", "Confidence", "Class", "X1", "Y1", "X2", "Y2", "Frame", "Source")

@@ -29,16 +29,9 @@ from utils.core.errors import Problems, UserError, nearest
 from utils.core.image_files import dark_doubts, looked_at
 from utils.core.logging import get_logger
 from utils.inference.detection_files import annotate, crop, write_image
-from utils.inference.sources import (
-    Frame,
-    Source,
-    find_sources,
-    in_batches,
-    open_streams,
-    read_files,
-    read_streams,
-    warn_of_depth,
-)
+from utils.inference.frames import Frame, in_batches, read_files, warn_of_depth
+from utils.inference.sources import Source, find_sources
+from utils.inference.streams import open_streams, read_streams
 from utils.metrics.boxes import xyxy_to_cxcywh
 from utils.plots.drawing import lettering_doubts
 

@@ -1,26 +1,19 @@
-"""Where pictures to look at come from: image files, folders, patterns, lists, videos, streams, cameras."""
+"""What ``--source`` means: image files, folders, patterns, lists, videos, addresses of streams, numbers of cameras."""
 
-import contextlib
 import glob
-import itertools
 import os
 import re
-import threading
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import cv2
-import numpy as np
-from numpy.typing import NDArray
 
 from utils.config.yaml_files import ROOT
 from utils.core.errors import Problems, UserError, nearest
-from utils.core.image_files import IMAGE_SUFFIXES, ImageError, depth_doubts, read_image
+from utils.core.image_files import IMAGE_SUFFIXES
 from utils.core.logging import get_logger
 from utils.data.image_lists import is_hidden
 
@@ -34,18 +27,8 @@ VIDEO_SUFFIXES = frozenset(
 # fmt: on
 SCHEMES = ("http", "https", "rtsp", "rtmp")
 WEB_PAGES = ("youtube.com", "www.youtube.com", "youtu.be")  # pages around a video, not the video
-
 SHOWN_NAMES = 5  # in a message
-LONGEST_GAP = 100_000  # frames one after the other that can't be read, after which a video is given up: 2 s of tries
-DOUBTFUL_END = 0.01  # share of a video's frames by which its header may be wrong
-MOST_FRAMES = 10**9  # a year
-STREAM_FPS = 30.0  # of what is written from a stream that does not say
 LAST_CAMERA = 2**31 - 1  # OpenCV takes a C int
-CLOSE_WAIT = 2.0  # seconds for all threads to end; one that hangs in a driver or the network ends with the process
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between tries to reach a lost stream
-
-# OpenCV opens one network stream at a time, however many threads want to; so it is known here whose turn it is.
-OPENING = threading.Lock()
 
 # Quiet, as utils.core.image_files has OpenCV itself: what goes wrong is said here, once and in words.
 os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")
@@ -69,41 +52,6 @@ class Source:
     def shown(self) -> str:
         """The address without user and password, for messages and files."""
         return without_login(self.address)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One picture of a source.
-
-    Attributes:
-        source: where it comes from.
-        image: (H, W, 3) uint8 BGR, upright.
-        number: of the frame in its video or stream, from 1; 0 for an image file.
-        fps: frames per second of the source, after ``vid_stride``; 0 for an image file.
-    """
-
-    source: Source
-    image: NDArray[np.uint8]
-    number: int = 0
-    fps: float = 0.0
-
-
-@dataclass(frozen=True)
-class Unread:
-    """What of a file could not be read; a warning has said why.
-
-    Attributes:
-        source: the file.
-        read: frames of a video that could be; 0 if nothing of the file could.
-        frames: that there are, as far as that is known.
-    """
-
-    source: Source
-    read: int = 0
-    frames: int = 0
-
-
-# What a text on the command line means --------------------------------------------------------------------------------
 
 
 def find_sources(*texts: str) -> list[Source]:
@@ -218,7 +166,7 @@ def _kind(path: Path) -> str:
 
 def _kind_by_content(path: str) -> str:
     """Return "image" or "video" for a file that OpenCV can open as one, else ""."""
-    if not _is_text(path) or not os.path.isfile(path) or not os.path.getsize(path):
+    if not is_utf8(path) or not os.path.isfile(path) or not os.path.getsize(path):
         return ""
     if cv2.haveImageReader(path):
         return "image"
@@ -256,7 +204,7 @@ def _stream(address: str, where: str) -> tuple[str, str, str]:
     if "://" not in address and (_kind(Path(address)) == "video" or Path(address).is_file()):  # of a .streams list
         return "stream", address, Path(address).stem
     shown = without_login(address)
-    if not _is_text(address):
+    if not is_utf8(address):
         raise UserError(f"{where}: {shown} is not UTF-8")
     try:
         parts = urlsplit(address)
@@ -314,317 +262,6 @@ def _named(found: Sequence[tuple[str, str, str]]) -> list[Source]:
     return [sources[place] for place in range(len(found))]
 
 
-# Files ----------------------------------------------------------------------------------------------------------------
-
-
-def count_pictures(sources: Sequence[Source], vid_stride: int = 1) -> int | None:
-    """Return how many pictures there are as far as headers say, None with a stream among them."""
-    total = 0
-    for source in sources:
-        if source.kind == "stream":
-            return None
-        frames = 1
-        if source.kind == "video":
-            capture = _open_video(source.address)
-            frames = _frame_count(capture)
-            capture.release()
-        total += -(-frames // vid_stride)
-    return total
-
-
-def warn_of_depth(sources: Sequence[Source]) -> None:
-    """Log a warning if images of 16 bits among some sources are almost black."""
-    images = [source.address for source in sources if source.kind == "image"]
-    for doubt in depth_doubts(images.__getitem__, len(images)):
-        get_logger().warning(doubt)
-
-
-def read_files(sources: Sequence[Source], vid_stride: int = 1) -> Iterator[Frame | Unread]:
-    """Read images and videos one after the other.
-
-    Args:
-        sources: files.
-        vid_stride: of a video every n-th frame is read, the first one included.
-
-    Yields:
-        The pictures; for a file that can't be read, and behind the frames of a video that can be read in part, what of
-        it is missing, after a warning.
-    """
-    for source in sources:
-        if source.kind == "image":
-            try:
-                yield Frame(source, read_image(source.address))
-            except ImageError as error:
-                get_logger().warning(f"{error}; left out")
-                yield Unread(source)
-        else:
-            yield from _read_video(source, vid_stride)
-
-
-def in_batches(frames: Iterable[Frame], size: int) -> Iterator[list[Frame]]:
-    """Gather frames into lists of ``size``; the last one may be shorter, none is empty."""
-    frames = iter(frames)
-    while batch := list(itertools.islice(frames, size)):
-        yield batch
-
-
-def _read_video(source: Source, vid_stride: int) -> Iterator[Frame | Unread]:
-    """Read a video, over frames that can't be read up to the end that its header names; they count in the numbers."""
-    capture = _open_video(source.address)
-    frames, fps = _frame_count(capture), _fps(capture) / vid_stride
-    number = last = read = found = 0  # last: number of the last frame that could be read
-    try:
-        while (grabbed := capture.grab()) or (number < frames and number - last < LONGEST_GAP):
-            wanted = number % vid_stride == 0
-            number += 1
-            done, image = capture.retrieve() if grabbed and wanted else (grabbed, None)
-            if done:
-                last, read = number, read + 1
-            if done and image is not None:
-                found += 1
-                yield Frame(source, _three_channels(image), number, fps)
-    finally:
-        capture.release()
-    if found == 0:
-        reason = "cannot be decoded as a video" if Path(source.address).is_file() else "there is no such file"
-        reason = reason if _is_text(source.address) else "its name is not UTF-8, which OpenCV can't open"
-        get_logger().warning(f"{source.address}: {reason}; left out")
-        yield Unread(source)
-    elif last > read or frames - last > max(1, frames * DOUBTFUL_END):
-        frames = max(frames, last)
-        text = f"{source.address}: {read} of {frames} frames can be read; it is damaged or cut short"
-        if last < frames:  # for some containers OpenCV passes over bad frames without a word, so they are not counted
-            text += "; behind a gap, frames have lower numbers than in the whole video"
-        get_logger().warning(text)
-        yield Unread(source, read, frames)
-
-
-def _frame_count(capture: cv2.VideoCapture) -> int:
-    """Frames that a video has by its header, which may be an estimate; 0 if it says nothing, or nonsense."""
-    count = capture.get(cv2.CAP_PROP_FRAME_COUNT)
-    return int(count) if 0 < count <= MOST_FRAMES else 0
-
-
-def _open_video(path: str) -> cv2.VideoCapture:
-    """Open a video file; one whose name is not UTF-8, which would end the process, stays closed."""
-    return cv2.VideoCapture(path) if _is_text(path) else cv2.VideoCapture()
-
-
-def _is_text(name: str) -> bool:
+def is_utf8(name: str) -> bool:
     """Whether a name is UTF-8; other bytes are surrogates in Python."""
     return name == name.encode("utf-8", "replace").decode()
-
-
-def _fps(capture: cv2.VideoCapture) -> float:
-    fps = float(capture.get(cv2.CAP_PROP_FPS))
-    return fps if 0.1 <= fps <= 1000 else STREAM_FPS  # nan, 0 and fantasies of broken headers
-
-
-def _three_channels(image: NDArray[Any]) -> NDArray[np.uint8]:
-    if image.ndim == 2 or image.shape[2] == 1:
-        image = cv2.cvtColor(image, cv2.COLOR_GRAY2BGR)
-    return np.ascontiguousarray(image[..., :3], np.uint8)
-
-
-# Streams --------------------------------------------------------------------------------------------------------------
-
-
-class Stream:
-    """A stream or camera, read by a thread of its own that keeps the newest frame only.
-
-    A live stream that is lost is opened again, with growing pauses, until it is given up. One that says how many frames
-    it has (a video on a server) is read whole, at the speed of whoever takes the frames. That one, by ``alive``, also
-    finds out that a stream is dead, since the thread may hang in a driver or in the network for good.
-
-    Args:
-        source: what to open.
-        vid_stride: every n-th frame is kept.
-        timeout: seconds without a frame after which a stream counts as dead.
-
-    Attributes:
-        tried: whether it was its turn to be opened.
-        opened: whether there was a frame.
-        ended: whether there will be no other one.
-    """
-
-    def __init__(self, source: Source, vid_stride: int = 1, timeout: float = 10.0) -> None:
-        self.source = source
-        self._vid_stride, self._timeout = vid_stride, timeout
-        self._frame: Frame | None = None
-        self._last_sign = time.monotonic()  # when a frame was taken or passed over
-        self._decodes = True  # the last frame that was to be kept
-        self.tried = self.opened = self.ended = False
-        self._stopping = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._read, name=f"stream {source.name}", daemon=True)
-        self._thread.start()
-
-    def alive(self) -> bool:
-        """Return whether a frame is there or may still come; a stream that is silent for too long is given up."""
-        with self._changed:
-            if self._frame is not None:
-                return True
-            if self.ended:
-                return False
-            if time.monotonic() - self._last_sign <= self._timeout:
-                return True
-            self.ended = self._stopping = True
-            self._changed.notify_all()
-        get_logger().warning(f"{self.source.shown}: no frame for {self._timeout:g} s; the stream has ended")
-        return False
-
-    def wait_opened(self, wait: float) -> None:
-        """Wait for the first frame or the failure, ``wait`` seconds at most."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.opened or self.ended, wait)
-
-    def take(self, wait: float) -> Frame | None:
-        """Return the newest frame if it was not taken yet, after ``wait`` seconds at most."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._frame is not None or self.ended, wait)
-            frame, self._frame = self._frame, None
-            if frame is not None:
-                self._last_sign = time.monotonic()
-            self._changed.notify_all()
-            return frame
-
-    def stop(self) -> None:
-        """Tell the thread to end as soon as it can."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-
-    def join(self, wait: float) -> None:
-        """Wait for the end of the thread, ``wait`` seconds at most."""
-        self._thread.join(max(wait, 0))
-
-    def _read(self) -> None:
-        """Read until the stream ends or is to stop; only this thread touches the capture."""
-        try:
-            number, finite = self._read_connection(0)
-            pause = FIRST_PAUSE
-            while self.opened and not finite and not self._stopping:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._stopping, pause)
-                before = number
-                number, _ = self._read_connection(number)
-                pause = FIRST_PAUSE if number > before else min(2 * pause, LONGEST_PAUSE)
-        finally:
-            with self._changed:
-                self.ended = True
-                self._changed.notify_all()
-
-    def _read_connection(self, number: int) -> tuple[int, bool]:
-        """Read one connection to its end.
-
-        Args:
-            number: of the last frame before it.
-
-        Returns:
-            The number of the last frame, and whether the stream is one with an end.
-        """
-        capture = self._open()
-        finite = capture.get(cv2.CAP_PROP_FRAME_COUNT) > 0
-        fps = _fps(capture) / self._vid_stride
-        try:
-            while not self._stopping and capture.grab():
-                number += 1
-                if (number - 1) % self._vid_stride:
-                    self._skip()
-                    continue
-                done, image = capture.retrieve()
-                self._decodes = done and image is not None
-                if self._decodes:
-                    self._keep(Frame(self.source, _three_channels(image), number, fps), finite)
-        finally:
-            capture.release()
-        return number, finite
-
-    def _open(self) -> cv2.VideoCapture:
-        """Open the source anew; what is returned may be closed."""
-        if self.source.address.isdecimal():
-            self.tried = True
-            return cv2.VideoCapture(int(self.source.address))
-        limit = max(2, round(self._timeout * 1000))
-        # Half the time for a frame, so that a connection that fell silent is tried anew before the stream is given up;
-        # half the time to open it then, so that others have their turn.
-        opening = limit // 2 if self.opened else limit
-        limits = [cv2.CAP_PROP_OPEN_TIMEOUT_MSEC, opening, cv2.CAP_PROP_READ_TIMEOUT_MSEC, limit // 2]
-        with OPENING:
-            if self._stopping:
-                return cv2.VideoCapture()
-            self.tried = True
-            return cv2.VideoCapture(self.source.address, cv2.CAP_FFMPEG, limits)
-
-    def _keep(self, frame: Frame, finite: bool) -> None:
-        with self._changed:
-            if finite:
-                self._changed.wait_for(lambda: self._frame is None or self._stopping)
-            self.opened, self._frame = True, frame
-            self._changed.notify_all()
-
-    def _skip(self) -> None:
-        """Count a frame between those that are kept as a sign of life, if these can be decoded."""
-        if self._decodes:
-            with self._changed:
-                self._last_sign = time.monotonic()
-
-
-@contextlib.contextmanager
-def open_streams(sources: Sequence[Source], vid_stride: int = 1, timeout: float = 10.0) -> Iterator[list[Stream]]:
-    """Hold streams open.
-
-    Raises:
-        UserError: lists those that give no picture; ``timeout`` seconds after the last one that did at the latest.
-    """
-    streams = [Stream(source, vid_stride, timeout) for source in sources]
-    try:
-        _wait_for_pictures(streams, timeout)
-        silent = [stream for stream in streams if not stream.opened]
-        # Where one takes all the time the others, whose turn did not come, may be well.
-        ended = [stream for stream in silent if stream.ended]
-        dead = ended or [stream for stream in silent if stream.tried] or silent
-        if dead:
-            names = ", ".join(_described(stream.source.shown) for stream in dead)
-            raise UserError(
-                f"--source: no picture comes from {names} (waited {timeout:g} s at most); "
-                "is it running, and is that its right address?"
-            )
-        yield streams
-    finally:
-        for stream in streams:
-            stream.stop()
-        end = time.monotonic() + CLOSE_WAIT
-        for stream in streams:
-            stream.join(end - time.monotonic())
-
-
-def _wait_for_pictures(streams: Sequence[Stream], timeout: float) -> None:
-    """Wait until each stream has given a picture or failed, or until there was no first picture for some seconds."""
-    end, opened = time.monotonic() + timeout, 0
-    while time.monotonic() < end and (open_still := [s for s in streams if not s.opened and not s.ended]):
-        open_still[0].wait_opened(0.05)
-        if sum(stream.opened for stream in streams) > opened:
-            end, opened = time.monotonic() + timeout, sum(stream.opened for stream in streams)
-
-
-def _described(address: str) -> str:
-    return f"camera {address}" if address.isdecimal() else address
-
-
-def read_streams(streams: Sequence[Stream]) -> Iterator[list[Frame]]:
-    """Read streams side by side until all have ended.
-
-    Yields:
-        The new frames of the moment, one at most of each stream, at least one. A slow stream holds up no other.
-    """
-    alive = list(streams)
-    while alive:
-        frames = []
-        for stream in alive:
-            frame = stream.take(0.02)
-            if frame is not None:
-                frames.append(frame)
-        if frames:
-            yield frames
-        alive = [stream for stream in alive if stream.alive()]
