@@ -284,7 +284,7 @@ def _train_here(
     env: DistEnv,
 ) -> Results:
     """Train as one of the ranks, maybe the only one. Collective."""
-    done = train.begin(given, config, resumed, env, callbacks, may_be_ended=env.launched)
+    done = train.train(given, config, resumed, env, callbacks, may_be_ended=env.launched)
     plain = None
     if env.is_main_process:
         plain = Results(done.run_dir, [row._asdict() for row in done.rows])

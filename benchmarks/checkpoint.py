@@ -37,7 +37,7 @@ from utils.config.data_yaml import build_train_config
 from utils.config.yaml_files import ROOT
 from utils.core.errors import UserError, run_cli
 from utils.run.folder import release
-from utils.run.state import run_state
+from utils.run.state import Run, run_state
 from utils.torch_utils import process_group, save_checkpoint
 
 COPY_LIMIT, START_LIMIT = 3.0, 1.5
@@ -73,7 +73,7 @@ def flags(data: str, cfg: str, folder: Path) -> dict[str, Any]:
     return {"data": data, "cfg": cfg, "weights": "", "project": str(folder), "device": "cpu", **small}
 
 
-def trained(run: train.Run) -> Callable[[], None]:
+def trained(run: Run) -> Callable[[], None]:
     """Return a function that does what a loop does last before it saves; gradients are zeros."""
     for parameter in run.raw_model.parameters():
         parameter.grad = torch.zeros_like(parameter)

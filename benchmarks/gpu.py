@@ -10,7 +10,6 @@ memory. A training step moves every activation several times, so its limit is th
 import argparse
 import contextlib
 import copy
-import dataclasses
 import functools
 import io
 import math
@@ -35,6 +34,8 @@ from utils.core.devices import upload
 from utils.core.errors import UserError, run_cli
 from utils.data.loaders import PREFETCH_BATCHES, Batch, share_workers
 from utils.metrics.boxes import non_max_suppression
+from utils.run.loading import open_loaders
+from utils.run.state import TrainState
 from utils.torch_utils import process_group
 from utils.training.optim import param_groups
 from utils.training.steps import MAX_GRAD_NORM, Precision, guarded_step
@@ -122,7 +123,7 @@ class Bench:
         env = stack.enter_context(process_group(config.device))
         self.run = train.set_up(config, env)
         self.run.state.epoch = WARMED_UP
-        self.batches, self.val_batches = train.open_loaders(self.run, stack)
+        self.batches, self.val_batches = open_loaders(self.run, stack)
         self.batch: Batch = next(self.batches)
         self.run.state.batch = 1
         self.machine = Device(env.device, small)
@@ -131,7 +132,8 @@ class Bench:
 
     def looping(self) -> Callable[[], None]:
         """Return a function that trains an epoch on one batch that is in memory."""
-        run = dataclasses.replace(self.run, state=train.TrainState(epoch=WARMED_UP))
+        run = copy.copy(self.run)
+        run.state = TrainState(epoch=WARMED_UP)
         batches: Iterator[Batch] = Repeated(self.batch._replace(images=self.batch.images.to(run.env.device)), run)
         return self.machine.waited(lambda: loop_epochs(run, batches))
 

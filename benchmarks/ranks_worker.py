@@ -25,8 +25,12 @@ from utils.core.errors import run_cli
 from utils.data.loaders import Batch
 from utils.dist.collectives import all_reduce_sum, barrier
 from utils.dist.place import DistEnv, dist_env
+from utils.run.events import train_start
+from utils.run.loading import open_loaders
 from utils.run.progress import RunClock
+from utils.run.state import Run
 from utils.torch_utils import process_group
+from utils.training import data_parallel
 
 BATCHES = 4  # that a contestant trains on in a round
 
@@ -50,21 +54,21 @@ class Counted:
     steps: int
 
 
-def epoch(run: train.Run, batch: Batch) -> None:
+def epoch(run: Run, batch: Batch) -> None:
     """Train on a batch as often as an epoch has batches."""
     train.train_epoch(run, Repeated(batch, run), RunClock(run.config.epochs, run.state.epoch))
     run.state.epoch, run.state.batch = run.state.epoch + 1, 0
-    run.meter.reset()
+    run.notes.meter.reset()
 
 
 def in_every_batch(work: Callable[[], None]) -> None:
     """Do something with an exchange of gradients in every batch of a window."""
-    ours = train.accumulating
-    train.accumulating = lambda model, step_now: ours(model, True)
+    ours = data_parallel.accumulating
+    data_parallel.accumulating = lambda model, step_now: ours(model, True)
     try:
         work()
     finally:
-        train.accumulating = ours
+        data_parallel.accumulating = ours
 
 
 def time_steps(job: Mapping[str, Any], env: DistEnv) -> dict[str, list[float]]:
@@ -73,12 +77,12 @@ def time_steps(job: Mapping[str, Any], env: DistEnv) -> dict[str, list[float]]:
     by_itself = DistEnv(device=env.device)
     with contextlib.ExitStack() as stack:
 
-        def ready(place: DistEnv, window: int) -> tuple[train.Run, Batch]:
+        def ready(place: DistEnv, window: int) -> tuple[Run, Batch]:
             batch, data = local_batch * place.world_size, job["data"][-1 if place is env else env.rank]
             more = {"data": data, "batch_size": batch, "nbs": batch * window, "project": own}
             run = train.set_up(build_config(TrainConfig, job["flags"] | more), place)
             run.state.epoch = WARMED_UP
-            return run, next(train.open_loaders(run, stack)[0])
+            return run, next(open_loaders(run, stack)[0])
 
         alone, ours, alone_window, window = (
             ready(place, batches) for batches in (1, BATCHES) for place in (by_itself, env)
@@ -104,7 +108,7 @@ def time_steps(job: Mapping[str, Any], env: DistEnv) -> dict[str, list[float]]:
     return taken
 
 
-def trained_numbers(run: train.Run) -> int:
+def trained_numbers(run: Run) -> int:
     """Return how many numbers have a gradient."""
     return sum(parameter.numel() for parameter in run.raw_model.parameters() if parameter.requires_grad)
 
@@ -114,8 +118,8 @@ def count_bytes(job: Mapping[str, Any], env: DistEnv) -> dict[str, int]:
     with contextlib.ExitStack() as stack:
         run = train.set_up(build_config(TrainConfig, job["flags"]), env)
         stack.enter_context(contextlib.closing(run.writer))
-        batches, val_batches = train.open_loaders(run, stack)
-        run.callbacks.train_start(train.train_start(run, train.LOSSES, False))
+        batches, val_batches = open_loaders(run, stack)
+        run.callbacks.train_start(train_start(run, False))
         clock = RunClock(run.config.epochs, 0)
         barrier(env)
         before = sent()

@@ -29,7 +29,9 @@ from utils.data.loaders import Batch, ValLoader
 from utils.dist.collectives import barrier
 from utils.dist.place import dist_env
 from utils.run import state as run_state
+from utils.run.loading import open_loaders
 from utils.run.progress import RunClock
+from utils.run.state import Run
 from utils.torch_utils import process_group
 from utils.training import sync_bn
 
@@ -122,7 +124,7 @@ class Rank:
 
     def __init__(
         self,
-        run: train.Run,
+        run: Run,
         batches: Iterator[Batch],
         val_batches: ValLoader,
         core: int | None,
@@ -156,7 +158,7 @@ class Rank:
         }
         stay_on(self.all_cores)
         run.state.epoch, run.state.batch = run.state.epoch + 1, 0
-        run.meter.reset()
+        run.notes.meter.reset()
         return figures
 
     def scan(self) -> dict[str, float]:
@@ -206,7 +208,7 @@ def main() -> None:
     with process_group(config.device, env) as env, contextlib.ExitStack() as stack:
         run = train.set_up(config, env)
         run.state.epoch = WARMED_UP
-        batches, val_batches = train.open_loaders(run, stack)
+        batches, val_batches = open_loaders(run, stack)
         first = next(batches)
         rank = Rank(run, chain([first], batches), val_batches, core, own.labels, own.skip)
         link = stack.enter_context(socket.create_connection(("127.0.0.1", own.port)))

@@ -13,7 +13,6 @@ Four things take turns, round after round, so that a slow moment of the machine 
 import argparse
 import contextlib
 import copy
-import dataclasses
 import io
 import statistics
 import tempfile
@@ -31,7 +30,9 @@ from utils.config.flags import TrainConfig
 from utils.core.devices import time_on
 from utils.core.errors import run_cli
 from utils.data.loaders import Batch
+from utils.run.loading import open_loaders
 from utils.run.progress import RunClock
+from utils.run.state import Run, TrainState
 from utils.torch_utils import process_group
 from utils.training.optim import build_optimizer
 from utils.training.steps import Precision
@@ -45,7 +46,7 @@ WARMED_UP = 1_000  # an epoch after the warm-up, when windows have their full le
 class Repeated(Iterator[Batch]):
     """One batch over and over, numbered as a run wants it."""
 
-    def __init__(self, batch: Batch, run: train.Run) -> None:
+    def __init__(self, batch: Batch, run: Run) -> None:
         self.batch, self.run = batch, run
 
     def __next__(self) -> Batch:
@@ -62,7 +63,7 @@ class BareSteps:
         layout: of images and weights in memory.
     """
 
-    def __init__(self, run: train.Run, batch: Batch, precision: Precision, layout: torch.memory_format) -> None:
+    def __init__(self, run: Run, batch: Batch, precision: Precision, layout: torch.memory_format) -> None:
         self.run, self.batch, self.precision = run, batch, precision
         self.model = copy.deepcopy(run.raw_model).train().to(memory_format=layout)
         self.optimizer = build_optimizer(self.model, run.config.optimizer, run.hyp, run.plan)
@@ -83,12 +84,12 @@ class BareSteps:
                 self.optimizer.zero_grad(set_to_none=True)
 
 
-def loop_epochs(run: train.Run, batches: Iterator[Batch], epochs: int = 1) -> None:
+def loop_epochs(run: Run, batches: Iterator[Batch], epochs: int = 1) -> None:
     """Do some epochs of the training loop."""
     for _ in range(epochs):
         train.train_epoch(run, batches, RunClock(MANY_EPOCHS, run.state.epoch))
         run.state.epoch, run.state.batch = run.state.epoch + 1, 0
-        run.meter.reset()
+        run.notes.meter.reset()
 
 
 def seconds(work: Callable[[], None], device: torch.device) -> float:
@@ -103,10 +104,11 @@ def measure(config: TrainConfig, rounds: int) -> dict[str, list[float]]:
     with process_group(config.device) as env, contextlib.ExitStack() as stack:
         run = train.set_up(config, env)
         run.state.epoch = WARMED_UP
-        batches, _ = train.open_loaders(run, stack)
+        batches, _ = open_loaders(run, stack)
         batch = next(batches)  # its images are as good as noise for timing, its targets are real
         run.state.batch = 1
-        looping = dataclasses.replace(run, state=train.TrainState(epoch=WARMED_UP))
+        looping = copy.copy(run)
+        looping.state = TrainState(epoch=WARMED_UP)
         bare = BareSteps(run, batch, run.precision, torch.channels_last)
         contestants: dict[str, Callable[[], None]] = {
             "bare": bare,

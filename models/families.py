@@ -70,6 +70,7 @@ class Family:
         fit_labels: (raw_model, index, hyp, imgsz, seed, env): changes what should follow from the training labels,
             before anything is made of the network. Collective.
         criterion: (raw_model, hyp, imgsz, label_smoothing) -> loss.
+        losses: names of its terms.
         decode: (raw_model, outputs) -> (B, N, 5 + C) boxes and scores, fp32.
         augmented: (raw_model, images) -> the same, of several looks at each image (test-time augmentation).
         postprocess: decoded predictions and thresholds -> detections; with the signature of `non_max_suppression`.
@@ -82,6 +83,7 @@ class Family:
     build: Callable[[Mapping[str, Any], int, Sequence[str] | None], DetectionModel]
     fit_labels: Callable[[DetectionModel, LabelIndex, Hyp, int, int, DistEnv], None]
     criterion: Callable[[DetectionModel, Hyp, int, float], DetectionLoss]
+    losses: tuple[str, ...]
     decode: Callable[[DetectionModel, Sequence[Tensor]], Tensor]
     augmented: Callable[[DetectionModel, Tensor], Tensor]
     postprocess: Callable[..., list[Tensor]]
@@ -143,6 +145,7 @@ YOLOV5 = Family(
     build=DetectionModel,
     fit_labels=fit_anchors,
     criterion=anchor_loss,
+    losses=("box", "obj", "cls"),
     decode=DetectionModel.decode,
     augmented=augmented_anchors,
     postprocess=non_max_suppression,

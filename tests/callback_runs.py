@@ -35,6 +35,7 @@ from utils.run.callbacks import (
     TrainEnd,
     TrainStart,
 )
+from utils.run.resume import resume
 from utils.torch_utils import process_group
 
 IMAGES = 8
@@ -147,9 +148,9 @@ def train_with(callbacks: Sequence[Callback], *arguments: object) -> train.Resul
     given = given_flags(TrainConfig, [str(argument) for argument in arguments])
     with torch_settings_kept(), process_group("cpu") as env:
         if "resume" in given:
-            config, resumed = train.resume(given)
-            return train.train(config, env, resumed, callbacks)
-        return train.train(build_train_config(given), env, callbacks=callbacks)
+            config, resumed = resume(given)
+            return train.train(given, config, resumed, env, callbacks)
+        return train.train(given, build_train_config(given), None, env, callbacks)
 
 
 def main() -> None:

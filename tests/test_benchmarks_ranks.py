@@ -19,6 +19,7 @@ from benchmarks.scaling_rank import cores
 from tests.common import PROJECT
 from tests.runs import CHILD_ENVIRONMENT, make_data
 from utils.core.errors import UserError
+from utils.training import data_parallel
 
 TINY = ranks.Size("yolov5n.yaml", 64, 1)
 two_cores = pytest.mark.skipif(len(cores()) < 2, reason="two ranks need a core each")
@@ -43,7 +44,7 @@ def test_every_batch_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "accumulating", lambda model, step_now: asked.append(step_now))
 
     def work() -> None:
-        train.accumulating(torch.nn.Identity(), False)
+        data_parallel.accumulating(torch.nn.Identity(), False)
 
     def failing() -> None:
         work()

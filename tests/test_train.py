@@ -38,8 +38,10 @@ from utils.config.data_yaml import build_train_config
 from utils.config.flags import TrainConfig
 from utils.core.errors import NO_PROGRESS, DivergedError, NotWrittenError, UserError, ended_by
 from utils.run.events import train_start
+from utils.run.loading import open_loaders
 from utils.run.progress import RunClock
 from utils.run.resume import RESUMABLE_FLAGS, STATE_KEYS
+from utils.run.saving import tell_written
 from utils.torch_utils import load_checkpoint, process_group, save_checkpoint
 
 FIGURES = ["metrics/precision", "metrics/recall", "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"]
@@ -535,16 +537,16 @@ def test_a_window_with_nan_leaves_no_trace(
     config = build_train_config(given_flags(TrainConfig, given))
     with torch_settings_kept(), process_group("cpu") as env, contextlib.ExitStack() as stack:
         run = train.set_up(config, env)
-        batches, val_batches = train.open_loaders(run, stack)
+        batches, val_batches = open_loaders(run, stack)
         clock = RunClock(4, 0)
-        run.callbacks.train_start(train_start(run, train.LOSSES, resumed=False))
+        run.callbacks.train_start(train_start(run, False))
 
         def epoch() -> tuple[dict[str, Any], list[float], str]:
             capsys.readouterr()
             losses = train.train_epoch(run, batches, clock)
             train.end_epoch(run, losses, val_batches, clock)
             run.writer.wait()
-            train.tell_written(run)
+            tell_written(run)
             return load_checkpoint(run.run_dir / "weights/last.pt"), losses, capsys.readouterr().out
 
         before, _, _ = epoch()
@@ -671,9 +673,9 @@ def test_an_error_of_the_writer_ends_the_run(data: Path, tmp_path: Path) -> None
     with torch_settings_kept(), process_group("cpu") as env, contextlib.ExitStack() as stack:
         run = train.set_up(config, env)
         stack.callback(run.writer.close)
-        batches, val_batches = train.open_loaders(run, stack)
+        batches, val_batches = open_loaders(run, stack)
         clock = RunClock(3, 0)
-        run.callbacks.train_start(train_start(run, train.LOSSES, resumed=False))
+        run.callbacks.train_start(train_start(run, False))
         losses = train.train_epoch(run, batches, clock)
         run.raw_model.yaml["made"] = tmp_path  # no plain value
         train.end_epoch(run, losses, val_batches, clock)

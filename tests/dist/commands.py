@@ -27,6 +27,7 @@ from tests.dist.launch import free_port, torchrun
 from tests.runs import torch_settings_kept
 from utils.core.errors import UserError
 from utils.dist.launch import as_worker
+from utils.run import settings
 
 
 @dataclass
@@ -108,7 +109,7 @@ def see(case: Case) -> Seen:
     seen = Seen()
     handle = nn.modules.module.register_module_forward_pre_hook(seen.look)
     os.environ.update(case.env)
-    spy = mock.patch.object(train, "automatic_batch", wraps=train.automatic_batch)
+    spy = mock.patch.object(settings, "automatic_batch", wraps=settings.automatic_batch)
     with contextlib.redirect_stdout(io.StringIO()) as said, torch_settings_kept(), spy as measured:
         try:
             train.main(case.line + case.others * (os.environ.get("RANK", "0") != "0"))

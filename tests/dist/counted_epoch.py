@@ -31,6 +31,7 @@ from utils.data.loaders import Batch
 from utils.dist.launch import as_worker
 from utils.dist.place import DistEnv
 from utils.run.events import train_start
+from utils.run.loading import open_loaders
 from utils.run.progress import RunClock
 from utils.run.state import Run
 from utils.torch_utils import process_group
@@ -122,10 +123,10 @@ def count(line: list[str], epoch: int, env: DistEnv) -> Counted:
     run = train.set_up(build_train_config(given_flags(TrainConfig, line)), env)
     run.state.epoch = epoch
     with contextlib.ExitStack() as stack:
-        train_batches, val_batches = train.open_loaders(run, stack)
+        train_batches, val_batches = open_loaders(run, stack)
         marked, clock = Marked(train_batches, run), RunClock(run.config.epochs, epoch)
         moments = [digests(run)]
-        run.callbacks.train_start(train_start(run, train.LOSSES, False))
+        run.callbacks.train_start(train_start(run, False))
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             losses = train.train_epoch(run, marked, clock)
         moments.append(digests(run))

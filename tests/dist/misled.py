@@ -22,6 +22,7 @@ from utils.data.loaders import Batch
 from utils.dist.launch import as_worker
 from utils.dist.place import DistEnv
 from utils.run.events import train_start
+from utils.run.loading import open_loaders
 from utils.run.progress import RunClock
 from utils.run.state import Run
 from utils.torch_utils import process_group
@@ -47,11 +48,11 @@ def error_of(case: str, line: list[str], env: DistEnv) -> str:
     run = train.set_up(build_train_config(given_flags(TrainConfig, line)), env)
     misled = env.rank == env.world_size - 1
     with contextlib.ExitStack() as stack:
-        batches, val_batches = train.open_loaders(run, stack)
+        batches, val_batches = open_loaders(run, stack)
         if misled and case == "leaves out a batch":
             stack.enter_context(contextlib.closing(batches))
             batches = Leaving(batches, run)  # type: ignore[assignment]
-        run.callbacks.train_start(train_start(run, train.LOSSES, False))
+        run.callbacks.train_start(train_start(run, False))
         clock = RunClock(run.config.epochs, 0)
         try:
             losses = train.train_epoch(run, batches, clock)

@@ -31,7 +31,9 @@ from utils.dist.collectives import barrier, gather_objects, once
 from utils.dist.launch import as_worker
 from utils.dist.place import DistEnv
 from utils.run.events import train_start
+from utils.run.loading import open_loaders
 from utils.run.progress import RunClock
+from utils.run.resume import resume
 from utils.run.state import Run
 from utils.torch_utils import process_group
 
@@ -184,7 +186,7 @@ def record_run(case: Case, env: DistEnv) -> Record:
     given = given_flags(TrainConfig, case.flags)
     resumed = None
     if "resume" in given:
-        config, resumed = once(lambda: train.resume(given), env)
+        config, resumed = once(lambda: resume(given), env)
     else:
         config = build_train_config(given)
     record = Record()
@@ -192,11 +194,11 @@ def record_run(case: Case, env: DistEnv) -> Record:
         run = train.set_up(config, env, resumed)
         stack.enter_context(run.plots)
         run.state.epoch = run.state.epoch or case.start_epoch
-        train_batches, val_batches = train.open_loaders(run, stack)
+        train_batches, val_batches = open_loaders(run, stack)
         batches = watched(train_batches, run, case, record)
         run.scaler = Watcher(run, record)
         run.raw_model.register_forward_pre_hook(SeeImages(env, case, record))
-        run.callbacks.train_start(train_start(run, train.LOSSES, resumed is not None))
+        run.callbacks.train_start(train_start(run, resumed is not None))
         clock = RunClock(config.epochs, run.state.epoch)
         stop_epoch = config.epochs if case.stop_epoch is None else case.stop_epoch
         while run.state.epoch < stop_epoch:

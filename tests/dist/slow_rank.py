@@ -19,6 +19,7 @@ from utils.config.data_yaml import build_train_config
 from utils.config.flags import TrainConfig
 from utils.data.loaders import Batch
 from utils.dist.launch import as_worker
+from utils.run.loading import open_loaders
 from utils.torch_utils import process_group
 
 PLACES = ("nowhere", "loader", "forward", "backward", "step")
@@ -48,7 +49,7 @@ def main() -> None:
     with process_group("cpu") as env, contextlib.ExitStack() as stack:
         run = train.set_up(config, env)
         run.state.epoch = WARMED_UP
-        batches, val_batches = train.open_loaders(run, stack)
+        batches, val_batches = open_loaders(run, stack)
         own_cores = sorted(cores())
         core = own_cores[env.rank % len(own_cores)]
         rank = Rank(run, LateBatches(batches, maybe_late), val_batches, core, Path(), skip=1)

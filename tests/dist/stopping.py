@@ -46,7 +46,7 @@ def main() -> None:
     given, env = given_flags(TrainConfig, line), dist_env()
     config, resumed = command.settings(given, env)
     with stops_end_the_process(), process_group("cpu", env) as env:
-        train.begin(given, config, resumed, env, [Stopper(name, int(number))])
+        train.train(given, config, resumed, env, [Stopper(name, int(number))])
 
 
 if __name__ == "__main__":

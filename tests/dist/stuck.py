@@ -143,7 +143,7 @@ def main() -> int:
     config, resumed = command.settings(given, env)
     timeout = given.get("dist_timeout", TrainConfig.dist_timeout)
     with stops_end_the_process(), process_group("cpu", env, timeout) as env:
-        train.begin(given, config, resumed, env, [Sleeper()] if kind == "callback" else [])
+        train.train(given, config, resumed, env, [Sleeper()] if kind == "callback" else [])
     return 0
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import train
 from tests.common import PROJECT, as_nobody, needs_root
 from tests.runs import assert_same_run, flags, make_data, train_here
 from utils.checkpoints.files import load_checkpoint
@@ -18,9 +17,9 @@ from utils.config.command_line import given_flags
 from utils.config.flags import TrainConfig
 from utils.core.errors import UserError
 from utils.data import shapes
-from utils.run.folder import RESUME, is_finished, resume_command, say_finished, script
+from utils.run.folder import RESUME, claims_released, forget_end, is_finished, resume_command, say_finished, script
 from utils.run.preflight import check_resumed_folder, check_run_folder
-from utils.run.restarts import RECORD, was_stopped
+from utils.run.restarts import RECORD, open_run_dir, was_stopped
 from utils.run.resume import resume
 from utils.torch_utils import save_checkpoint
 
@@ -65,8 +64,8 @@ def test_a_file_of_no_run_gets_a_folder_of_its_own(
         config, saved = found("--resume", copy)
         assert (saved["run_dir"], config.project, config.name) == ("", "runs/train", "run")
         config, saved = found("--resume", copy, "--project", tmp_path / "runs", "--name", "mine")
-        with train.claims_released():
-            made = train.open_run_dir(config, saved)
+        with claims_released():
+            made = open_run_dir(config, saved)
         assert made.parent == tmp_path / "runs" and made.name.startswith("mine")
         assert (made / "weights/last.pt").read_bytes() == copy.read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"last.pt", "x", "runs"}
@@ -205,7 +204,7 @@ def test_finished_runs_are_not_read(whole: Path, tmp_path: Path) -> None:
 
 def test_the_mark_goes_when_a_run_goes_on(whole: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(whole, tmp_path / "copy")
-    train.forget_end(run_dir)
+    forget_end(run_dir)
     assert not is_finished(run_dir)
     assert "versions" in (run_dir / "environment.json").read_text()
     (run_dir / "environment.json").unlink()

@@ -1,7 +1,7 @@
 """What of a run its callbacks are told: the events, made from the run."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from utils.config.flags import config_to_dict
 from utils.metrics.average_precision import Evaluation, Metrics
@@ -9,12 +9,11 @@ from utils.run.callbacks import EpochEnd, Figures, TrainEnd, TrainStart
 from utils.run.state import Run
 
 
-def train_start(run: Run, losses: Sequence[str], resumed: bool) -> TrainStart:
+def train_start(run: Run, resumed: bool) -> TrainStart:
     """Describe a run that is ready for its next batch.
 
     Args:
         run: with the state it starts from.
-        losses: names of the loss terms.
         resumed: whether it goes on with an earlier one.
     """
     return TrainStart(
@@ -22,7 +21,7 @@ def train_start(run: Run, losses: Sequence[str], resumed: bool) -> TrainStart:
         epochs=run.config.epochs,
         batches_per_epoch=run.schedule.batches_per_epoch,
         names=tuple(run.data.names),
-        losses=tuple(losses),
+        losses=run.family.losses,
         rates=tuple(rates(run, run.state.epoch)),
         flags=config_to_dict(run.config),
         hyp=config_to_dict(run.hyp),
@@ -31,22 +30,23 @@ def train_start(run: Run, losses: Sequence[str], resumed: bool) -> TrainStart:
 
 
 def epoch_end(
-    run: Run, losses: Mapping[str, float], evaluation: Evaluation | None, better: bool, seconds: float
+    run: Run, losses: Sequence[float], evaluation: Evaluation | None, better: bool, seconds: float
 ) -> EpochEnd:
     """Describe an epoch that was trained and maybe validated.
 
     Args:
         run: with the epoch and the best fitness in its state.
-        losses: means of the epoch by name.
+        losses: means of the epoch, of each term.
         evaluation: None without one.
         better: whether it is the best so far.
         seconds: that the epoch took.
     """
+    names = run.family.losses
     return EpochEnd(
         epoch=run.state.epoch + 1,
         epochs=run.config.epochs,
-        train_losses=dict(losses),
-        val_losses={} if evaluation is None else dict(zip(losses, evaluation.losses, strict=True)),
+        train_losses=dict(zip(names, losses, strict=True)),
+        val_losses={} if evaluation is None else dict(zip(names, evaluation.losses, strict=True)),
         metrics=figures(run, evaluation),
         rates=rates(run, run.state.epoch),
         best_value=run.state.best_fitness,

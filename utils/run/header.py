@@ -1,19 +1,30 @@
-"""What a run says before it starts: everything that follows from its flags."""
+"""What a run says before it starts, which is everything that follows from its flags, and at its end."""
 
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from models.costs import count_flops
 from utils.config.flags import MAX_DET
-from utils.core.wording import format_lines
+from utils.core.logging import get_logger
+from utils.core.wording import duration, format_lines
 from utils.data.loaders import share_workers
-from utils.run.folder import lockstep_version
+from utils.metrics.average_precision import TableRow, format_table
+from utils.run.folder import lockstep_version, script
 from utils.run.inputs import detection_cap
 from utils.run.progress import machine
 from utils.run.state import Run
 from utils.torch_utils import backend
+
+
+def say(run: Run) -> None:
+    """Log what is going to happen, and what speaks against it."""
+    get_logger().info(header(run))
+    for doubt in run.schedule.doubts():
+        get_logger().warning(doubt)
 
 
 def header(run: Run) -> str:
@@ -104,3 +115,25 @@ def remedies(run: Run) -> str:
 def loader_processes(run: Run, limit: int) -> tuple[int, int]:
     """Return how many processes load images for this rank, to train on and for validation."""
     return share_workers(limit, run.env.local_world_size, run.plan.local_batch, run.val_batch)
+
+
+def summary(run: Run, rows: Sequence[TableRow], epoch: int, seconds: float) -> str:
+    """Say how good the weights are that a finished run leaves, and where everything is.
+
+    Args:
+        run: at its end.
+        rows: the table of its best weights.
+        epoch: that they are of, 1-based.
+        seconds: of training.
+    """
+    best, config = run.weights_dir / "best.pt", run.config
+    again = ["--weights", best, "--data", run.data.path, "--img", run.imgsz, "--batch", run.val_batch]
+    again += ["--device", config.device] if config.device else []
+    again += ["--single-cls"] if run.data.merged else []
+    return (
+        f"\n{duration(seconds)} of training. Weights of epoch {epoch}, measured again:\n"
+        f"{format_table(rows)}\n\n"
+        f"weights     {best} to use, {run.weights_dir / 'last.pt'} to resume from\n"
+        f"figures     {run.run_dir / 'results.csv'}\n"
+        f"again       {shlex.join(['python', script('val.py'), *map(str, again)])}"
+    )

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from utils.config.flags import TrainConfig
 from utils.core.errors import DivergedError
-from utils.run.folder import RESUME
+from utils.run.folder import RESUME, claim, create_run_dir, forget_end, prepare_weights_dir, take_along
 
 RECORD = ".launch.json"
 NO_ID = "none"  # torchrun's run id where nobody gave one
@@ -109,6 +110,21 @@ def begin_life(run_dir: Path, life: Life, step: int) -> None:
             f"{run_dir}: {PATIENCE} restarts did not get beyond optimizer step {step}; it would fail again. The errors "
             "above say why"
         )
+
+
+def open_run_dir(config: TrainConfig, resumed: Mapping[str, Any] | None) -> Path:
+    """Return the run's folder, a new one unless a run goes on in its own; it is this process's own from here on."""
+    own = Path(resumed["run_dir"]) if resumed is not None and resumed["run_dir"] else None
+    run_dir = own or create_run_dir(config.project, config.name, config.exist_ok)
+    claim(run_dir)
+    if own is None:
+        forget_end(run_dir)
+        prepare_weights_dir(run_dir / "weights")
+    if own is None and resumed is not None:
+        origin, best = (Path(resumed[key]) if resumed[key] else None for key in ("origin", "best"))
+        take_along(origin, Path(resumed["path"]), best, run_dir)
+    begin_life(run_dir, this_life(), 0 if resumed is None else resumed["state"]["step"])
+    return run_dir
 
 
 def was_stopped(run_dir: Path) -> bool:

@@ -18,7 +18,7 @@ from utils.dist.launch import last_words, worker_devices
 from utils.dist.place import ALONE, DistEnv
 from utils.run.autobatch import automatic_batch
 from utils.run.folder import has_checkpoint, how_to_go_on
-from utils.run.restarts import this_life, was_stopped
+from utils.run.restarts import find_own_run, this_life, was_stopped
 from utils.run.resume import RESUMABLE_FLAGS, check_ranks, resume
 from utils.torch_utils import split_global_batch
 from utils.training.data_parallel import replica_devices
@@ -27,7 +27,7 @@ from utils.training.data_parallel import replica_devices
 def settings(given: Mapping[str, Any], env: DistEnv) -> tuple[TrainConfig | None, dict[str, Any] | None]:
     """Return the settings of a run and the checkpoint that it goes on with, if any.
 
-    Both are None for a resumed run under a launcher: rank 0 finds it, in `train.begin`.
+    Both are None for a resumed run under a launcher: rank 0 finds it, in `of_all_ranks`.
 
     Raises:
         UserError: the flags are wrong, or do not fit together or to the run that is resumed.
@@ -101,6 +101,35 @@ def for_workers(
     if batch == AUTOMATIC:
         batch = automatic_batch(config, given, devices[0], len(devices))
     return {"device": config.device, "batch_size": batch, "max_restarts": config.max_restarts}
+
+
+def of_all_ranks(
+    given: Mapping[str, Any], config: TrainConfig | None, resumed: dict[str, Any] | None, env: DistEnv
+) -> tuple[TrainConfig, dict[str, Any] | None]:
+    """Complete what `settings` returned by what the ranks find out together. Collective: every rank must call it.
+
+    That is the run that a launcher starts again, the one that ``--resume`` means, and the batch of ``--batch -1``.
+
+    Raises:
+        UserError: no such run, or one that does not fit the ranks.
+        Stopped: the run was asked to stop before its launcher started it again.
+    """
+    life, own = this_life(), None
+    if life.restarts:
+        project = given.get("project", TrainConfig.project)
+        own = once(lambda: find_own_run(project, life), env)
+    if own is not None:
+        config, resumed = go_on(own, given, config, env)
+    elif config is None:
+        config, resumed = once(lambda: resume(given), env)
+    settled = config
+    if resumed is not None:
+        check_ranks(settled, env.world_size)
+        say_resumed(resumed)  # here, for a launcher has looked for it as well
+    if settled.batch_size == AUTOMATIC:
+        batch = once(lambda: automatic_batch(settled, given, env.device, env.world_size), env)
+        settled = dataclasses.replace(settled, batch_size=batch)
+    return settled, resumed
 
 
 def go_on(

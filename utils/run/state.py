@@ -1,45 +1,36 @@
-"""The state of a training run: its parts, what of them moves, and how that is saved and found again."""
+"""A training run: its parts, what of them moves, and how that is saved and found again."""
 
-import contextlib
 import dataclasses
-import os
+import functools
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from models.families import Family
-from models.yolo import DetectionModel
-from utils.checkpoints.writer import CheckpointWriter, Outcome
-from utils.config.data_yaml import DataConfig
-from utils.config.flags import TrainConfig, config_to_dict
-from utils.config.recipe import Hyp
-from utils.core.errors import RESUMABLE, NotWrittenError, Stopped, UserError
-from utils.core.heartbeat import Phase, beat, waiting
-from utils.core.logging import DeviceMeter, get_logger, mean_of
+from models.build import choose_sync_bn
+from utils.checkpoints.writer import CheckpointWriter
+from utils.config.flags import TrainConfig, config_to_dict, seconds_of
+from utils.core.errors import UserError
+from utils.core.logging import get_logger
 from utils.core.seeds import rng_state, set_rng_state
-from utils.core.signals import OURS, StopRequest, ignore_from_here
-from utils.data.index import LabelIndex
+from utils.core.signals import StopRequest
 from utils.data.loaders import choose_val_batch
-from utils.data.report import UnreadableImages
-from utils.dist.collectives import all_gather_rows, all_reduce_sum, barrier, once
+from utils.data.report import Problem, ScanReport, write_report
+from utils.dist.ballot import Ballot
 from utils.dist.place import DistEnv
-from utils.run.callbacks import Callbacks
-from utils.run.folder import how_to_go_on, is_finished, versions, write_resume_file
-from utils.run.inputs import data_facts
+from utils.run.callbacks import Callback, Callbacks
+from utils.run.folder import check_claim, versions, write_description
+from utils.run.inputs import TrainInputs, data_facts
+from utils.run.notes import Notes
 from utils.run.plots import Plots
-from utils.torch_utils import BatchPlan, ModelEMA
-from utils.training.bad_batches import SkipLog, SpikeLog
-from utils.training.loss import DetectionLoss
-from utils.training.optim import Schedule, load_optimizer
-from utils.training.steps import BufferSnapshot, Precision
-
-VOTES = 3  # of a rank at the end of a window: to stop, to save, and where it is; see `votes`
-SAVE_EVERY = 900.0  # seconds between two checkpoints at most
+from utils.torch_utils import ModelEMA
+from utils.training.optim import Schedule, build_optimizer, load_optimizer
+from utils.training.steps import BufferSnapshot
 
 
 @dataclass
@@ -69,99 +60,50 @@ class TrainState:
     stopped: bool = False
 
 
-class Ballot:
-    """What the ranks wish for at the end of a window, added up on the way of a collective that is there anyway.
+class Run:
+    """What the parts of a run hand to each other.
 
-    Where computing is not on the CPU, reading the sums at once would make the host wait for the device: there they are
-    read when the next ones are, so all ranks act a window later.
+    Args:
+        config: every flag.
+        inputs: what is trained, and on what.
+        env: this rank's place.
+        run_dir: folder that everything is written to.
+        callbacks: told what happens, besides the loggers; only rank 0's are.
     """
 
-    def __init__(self, env: DistEnv) -> None:
-        self._env = env
-        self._on_the_way: tuple[Tensor, torch.cuda.Event, int] | None = None
-
-    def cast(self, wishes: Sequence[bool], place: int) -> Tensor:
-        """Return what this rank has to say, int64 (len(wishes) + 1,), to be added up over ranks.
-
-        Args:
-            wishes: each yes or no.
-            place: micro-batches of the run that this rank has done.
-        """
-        return torch.tensor([*wishes, place], dtype=torch.int64)
-
-    def count(self, sums: Tensor, place: int) -> list[bool]:
-        """Return for each wish whether any rank has it, the same on all ranks.
-
-        Args:
-            sums: of what the ranks cast.
-            place: that this rank cast.
-
-        Raises:
-            RuntimeError: the ranks are not at the same place.
-        """
-        if self._env.device.type != "cuda":
-            return self._read(sums, place)
-        on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
-        before, copied = self._on_the_way, torch.cuda.Event()
-        copied.record()
-        self._on_the_way = on_host, copied, place
-        if before is None:
-            return [False] * (len(sums) - 1)
-        with waiting:
-            before[1].synchronize()  # of the window before, whose work is done while this one's is still queued
-        return self._read(before[0], before[2])
-
-    def _read(self, sums: Tensor, place: int) -> list[bool]:
-        *wishes, places = sums.tolist()
-        if places != place * self._env.world_size:
-            raise RuntimeError(
-                f"the ranks are not at the same batch any more: rank {self._env.rank} has done {place}, and all "
-                f"{self._env.world_size} together {places}; one of them left out a batch or did one twice"
-            )
-        return [wish > 0 for wish in wishes]
-
-
-@dataclass
-class Run:
-    """What the parts of a run hand to each other."""
-
-    config: TrainConfig
-    hyp: Hyp
-    data: DataConfig
-    train_index: LabelIndex
-    val_index: LabelIndex
-    env: DistEnv
-    plan: BatchPlan
-    run_dir: Path
-    imgsz: int
-    family: Family
-    raw_model: DetectionModel
-    model: nn.Module  # the raw model, maybe wrapped
-    criterion: DetectionLoss
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    precision: Precision
-    scaler: torch.amp.GradScaler
-    sync_bn: bool  # whether BatchNorm sees the global batch
-    ema: ModelEMA[DetectionModel]
-    buffers: BufferSnapshot
-    meter: DeviceMeter
-    plots: Plots
-    callbacks: Callbacks
-    writer: CheckpointWriter
-    ballot: Ballot
-    skips: SkipLog
-    spikes: SpikeLog
-    stop: StopRequest
-    state: TrainState
-    unreadable: UnreadableImages
-    step_bytes: int = 0  # of this machine's memory that a step of all its ranks takes at least
-    recipe_note: str = ""  # what of the recipe is not as its file has it
-    waited: Callable[[], float] = float  # seconds of waiting for images so far, on this rank
-    data_facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # made when they are first asked for
-    proven: tuple[float, int] = (-1.0, 0)  # best_fitness and best_epoch as of best.pt
-    just_saved: bool = False  # at the end of the window before; the same on all ranks
-    saved_at: float = field(default_factory=time.monotonic)  # when a checkpoint was last taken
+    def __init__(
+        self, config: TrainConfig, inputs: TrainInputs, env: DistEnv, run_dir: Path, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        main = env.is_main_process
+        self.config, self.env, self.run_dir = config, env, run_dir
+        # What it is given.
+        self.hyp, self.recipe_note = inputs.recipe.hyp, inputs.recipe.note
+        self.data, self.train_index, self.val_index = inputs.data, inputs.train_index, inputs.val_index
+        self.plan, self.imgsz, self.step_bytes = inputs.plan, inputs.imgsz, inputs.step_bytes
+        # The network, and what trains it.
+        self.family, self.raw_model = inputs.family, inputs.raw_model
+        self.model: nn.Module = inputs.raw_model  # maybe wrapped
+        self.parameters = [parameter for parameter in self.raw_model.parameters() if parameter.requires_grad]
+        self.sync_bn = choose_sync_bn(config.sync_bn, self.family, self.raw_model, self.plan)
+        self.criterion = self.family.criterion(self.raw_model, self.hyp, self.imgsz, config.label_smoothing)
+        self.optimizer = build_optimizer(self.raw_model, config.optimizer, self.hyp, self.plan)
+        batches_per_epoch = math.ceil(len(self.train_index) / self.plan.global_batch)
+        self.schedule = Schedule(self.hyp, config.epochs, batches_per_epoch, self.plan, config.cos_lr)
+        self.precision, self.scaler = inputs.precision, inputs.precision.make_scaler(env.device)
+        self.ema = ModelEMA(self.raw_model, buffers_only=not main)
+        self.buffers = BufferSnapshot(self.raw_model)
+        # Where it is.
+        self.state = TrainState()
+        self.stop, self.ballot = StopRequest(seconds_of(config.time_limit)), Ballot(env)
+        self.proven = (-1.0, 0)  # best_fitness and best_epoch as of best.pt
+        self.just_saved = False  # at the end of the window before; the same on all ranks
+        self.saved_at = time.monotonic()  # when a checkpoint was last taken
+        self.waited: Callable[[], float] = float  # seconds of waiting for images so far, on this rank
+        # What it notes, says and leaves.
+        self.notes = Notes(env, self.train_index, run_dir, len(self.family.losses))
+        self.plots = Plots(run_dir, self.data.names, enabled=main and not config.noplots)
+        self.callbacks = Callbacks([*inputs.loggers, *callbacks] if main else [])
+        self.writer = CheckpointWriter(functools.partial(check_claim, run_dir))
 
     @property
     def weights_dir(self) -> Path:
@@ -173,118 +115,15 @@ class Run:
         """Images of a validation batch."""
         return choose_val_batch(self.config.val_batch, self.plan.global_batch)
 
-    def mean_losses(self) -> list[float]:
-        """Return the mean [box, objectness, class] losses of the epoch so far, over all ranks. Collective."""
-        sums = all_reduce_sum(self.meter.sums(), self.env)
-        with waiting:  # where the device does
-            return mean_of(sums, self.env.world_size)
+    @property
+    def batches_done(self) -> int:
+        """Micro-batches of the run that this rank has done."""
+        return self.state.epoch * self.schedule.batches_per_epoch + self.state.batch
 
-
-def leave(run: Run, *, save: bool = True) -> NoReturn:
-    """Save a run and stop it here, because it was asked to. Collective: every rank must call it, at the same step.
-
-    Args:
-        run: at the end of a window.
-        save: False if its last checkpoint is as good.
-
-    Raises:
-        Stopped: it was saved.
-        NotWrittenError: it was not.
-    """
-    where = f"epoch {run.state.epoch + 1}, batch {run.state.batch} of {run.schedule.batches_per_epoch}"
-    get_logger().info(f"asked to stop ({run.stop.by or 'another rank was'}): stopping in {where}")
-    if save:
-        save_in_epoch(run)
-    if once(lambda: not_written(run), run.env):
-        raise NotWrittenError("\n".join([
-            f"stopped by {run.stop.by or 'a signal to another rank'}, but the state of {run.run_dir} was not written; "
-            "the warnings above say why",
-            *last_words(run),
-        ]))  # fmt: skip
-    if run.env.is_main_process:
-        write_resume_file(run.run_dir)
-    if run.env.launched:
-        ignore_from_here(run.stop.by)
-    barrier(run.env)  # whoever left earlier would have the others ended in the middle of the save
-    going_on = how_to_go_on(run.run_dir) if run.env.is_main_process else []
-    raise Stopped(run.stop.by or "a signal to another rank", RESUMABLE, going_on)
-
-
-def not_written(run: Run) -> bool:
-    """Wait for the last checkpoint, and return whether it came to nothing; rank 0's work."""
-    run.writer.wait()
-    return run.writer.failed
-
-
-def last_words(run: Run) -> list[str]:
-    """Return the line that tells how to go on with a run that failed, none where nothing was saved.
-
-    Of workers that our launcher started it speaks itself, when all are gone.
-    """
-    return how_to_go_on(run.run_dir) if run.env.is_main_process and OURS not in os.environ else []
-
-
-@contextlib.contextmanager
-def interruptible(run_dir: Path, env: DistEnv) -> Iterator[None]:
-    """Let a stop that does not wait for a window's end say how to go on with a run, if something was saved.
-
-    Not where a launcher ends this process: maybe another rank has failed.
-    """
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        by_launcher = env.launched and isinstance(stop, Stopped)
-        if stop.args or by_launcher or not env.is_main_process or is_finished(run_dir):
-            raise
-        write_resume_file(run_dir)
-        stop.args = tuple(how_to_go_on(run_dir))
-        raise
-
-
-def save_at_end(run: Run, better: bool, final: bool) -> None:
-    """Begin to write last.pt, and best.pt and epochN.pt where they are due; rank 0's work.
-
-    Args:
-        run: between two epochs.
-        better: whether its weights are the best so far.
-        final: whether no epoch follows.
-    """
-    config, done = run.config, run.state.epoch
-    if config.nosave and not final:
-        return
-    also = [run.weights_dir / "best.pt"] if better else []
-    if config.save_period > 0 and done % config.save_period == 0:
-        also.append(run.weights_dir / f"epoch{done}.pt")
-    _write(run, run_state(run), also, done - 1, better)
-
-
-def save_in_epoch(run: Run) -> None:
-    """Begin to write last.pt at the end of a window. Collective: every rank must call it."""
-    meters = all_gather_rows(run.meter.sums(), run.env)
-    buffers = None
-    if not run.sync_bn and run.plan.world_size > 1:  # until they are averaged, each rank has its own
-        buffers = all_gather_rows(rank_buffers(run), run.env)
-    if run.env.is_main_process:
-        state = run_state(run) | {"meters": meters, "rank_buffers": buffers}
-        _write(run, state, [], run.state.epoch, better=False)
-
-
-def _write(run: Run, state: dict[str, Any], also: list[Path], epoch: int, better: bool) -> None:
-    beat(Phase.SAVING)
-    goal = Outcome(run.weights_dir / "last.pt", tuple(also), epoch, run.state.best_fitness, better)
-    run.writer.write(state, goal, run.weights_dir / "best.pt")
-    run.saved_at = time.monotonic()
-
-
-def votes(run: Run) -> Tensor:
-    """Return what this rank has to say at the end of a window: whether to stop, to save, and where it is."""
-    due = run.env.is_main_process and not run.config.nosave and time.monotonic() - run.saved_at >= SAVE_EVERY
-    return run.ballot.cast([bool(run.stop), due], place(run))
-
-
-def place(run: Run) -> int:
-    """Return the number of micro-batches of the run that this rank has done."""
-    return run.state.epoch * run.schedule.batches_per_epoch + run.state.batch
+    @functools.cached_property
+    def data_facts(self) -> dict[str, dict[str, Any]]:
+        """What a checkpoint says of the data; a digest of all labels takes a while where there are many."""
+        return data_facts({"train": self.train_index, "val": self.val_index})
 
 
 def rank_buffers(run: Run) -> Tensor:
@@ -303,6 +142,18 @@ def _norm_buffers(run: Run) -> list[Tensor]:
     ]
 
 
+def describe(run: Run, findings: list[Problem]) -> None:
+    """Write to the folder of a new run what it is, and every problem of its data; rank 0's work.
+
+    Args:
+        run: not yet started.
+        findings: on the names of the classes.
+    """
+    write_description(run.run_dir, config_to_dict(run.config), config_to_dict(run.hyp), dataclasses.asdict(run.plan))
+    reports = {"": ScanReport(problems=findings), "train": run.train_index.report, "val": run.val_index.report}
+    write_report(run.run_dir, reports, get_logger())
+
+
 def run_state(run: Run) -> dict[str, Any]:
     """Return everything that moves, and what it takes to build the run again; the format of our checkpoints."""
     return {
@@ -318,7 +169,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "names": run.raw_model.names,
         "config": config_to_dict(run.config),
         "precision": run.precision.name,
-        "data": _data_facts(run),
+        "data": run.data_facts,
         "hyp": config_to_dict(run.hyp),
         "run_dir": str(run.run_dir),
         "versions": versions(),
@@ -351,7 +202,7 @@ def _load(run: Run, saved: Mapping[str, Any]) -> None:
     run.proven = run.state.best_fitness, run.state.best_epoch
     _load_shares(run, saved)
     set_rng_state(saved["rng"])
-    data = {split: dict(facts) for split, facts in _data_facts(run).items()}
+    data = {split: dict(facts) for split, facts in run.data_facts.items()}
     if "labels" not in saved["data"].get("train", {}):  # the run is older than that digest
         for facts in data.values():
             del facts["labels"]
@@ -361,12 +212,6 @@ def _load(run: Run, saved: Mapping[str, Any]) -> None:
     for what, now in own_facts.items():
         if saved[what] != now:
             get_logger().warning(f"since this run was saved its {what} changed: {_difference(saved[what], now)}")
-
-
-def _data_facts(run: Run) -> dict[str, Any]:
-    if not run.data_facts:  # a digest of all labels takes a while where there are many
-        run.data_facts = data_facts({"train": run.train_index, "val": run.val_index})
-    return run.data_facts
 
 
 def _difference(before: Any, now: Any) -> str:
@@ -385,11 +230,11 @@ def _load_shares(run: Run, saved: Mapping[str, Any]) -> None:
     """Give each rank its own meter and buffers of the middle of an epoch; what they add up to, if ranks are others."""
     meters, buffers, env = saved["meters"], saved["rank_buffers"], run.env
     if meters is not None and len(meters) == env.world_size:
-        run.meter.load(meters[env.rank])
+        run.notes.meter.load(meters[env.rank])
     elif meters is not None and env.is_main_process:
         total = meters.sum(0)
         total[-1] *= env.world_size / len(meters)  # every rank counts every batch
-        run.meter.load(total)
+        run.notes.meter.load(total)
     if buffers is None or run.sync_bn:
         return
     row = buffers[env.rank] if len(buffers) == env.world_size else buffers.mean(0)
