@@ -27,7 +27,7 @@ from benchmarks.measuring import Options, Row, milliseconds, ratios, run_group, 
 from utils.config.data_yaml import load_data
 from utils.config.recipe import Hyp
 from utils.core.errors import run_cli
-from utils.data import augmentations
+from utils.data import resizing, warping
 from utils.data.dataset import DetectionDataset, create_cache
 from utils.data.forks import keep_freed_memory
 from utils.data.image_cache import ImageCache
@@ -43,7 +43,7 @@ MADE_SIZE = (480, 640)  # as most photos of COCO
 BATCH = 16
 MOSAIC = 4  # images in a sample
 HYP = Hyp()  # of mosaics that are neither turned nor mixed
-GREY = (augmentations.GREY,) * 3
+GREY = (resizing.GREY,) * 3
 QUIET = logging.Logger("benchmarks.loader", logging.CRITICAL)  # what data sets and caches have to say
 
 
@@ -135,12 +135,12 @@ class PlainWay:
 
     def labels(self, i: int, image: np.ndarray) -> np.ndarray:
         """Boxes in pixels."""
-        return augmentations.labels_to_pixels(self.index.labels(i), *image.shape[:2])
+        return resizing.labels_to_pixels(self.index.labels(i), *image.shape[:2])
 
     def sample(self, number: int) -> np.ndarray:
         """Return one mosaic as planes (3, H, W) RGB."""
         rng = np.random.default_rng(number)
-        canvas = np.full((2 * IMGSZ, 2 * IMGSZ, 3), augmentations.GREY, np.uint8)
+        canvas = np.full((2 * IMGSZ, 2 * IMGSZ, 3), resizing.GREY, np.uint8)
         x, y = rng.integers(IMGSZ // 2, IMGSZ + IMGSZ // 2, 2).tolist()
         found = []
         for place, i in enumerate([number % len(self.index), *rng.integers(len(self.index), size=MOSAIC - 1)]):
@@ -150,9 +150,9 @@ class PlainWay:
             x1, y1, x2, y2 = max(left, 0), max(top, 0), min(left + width, 2 * IMGSZ), min(top + height, 2 * IMGSZ)
             canvas[y1:y2, x1:x2] = image[y1 - top : y2 - top, x1 - left : x2 - left]
             found.append(self.labels(int(i), image) + np.array([0, left, top, left, top], np.float32))
-        geometry = augmentations.draw_geometry(rng, HYP, canvas.shape[:2], (IMGSZ, IMGSZ))
+        geometry = warping.draw_geometry(rng, HYP, canvas.shape[:2], (IMGSZ, IMGSZ))
         image = cv2.warpAffine(canvas, geometry.matrix[:2], (IMGSZ, IMGSZ), borderValue=GREY)
-        labels = augmentations.warp_labels(np.concatenate(found), geometry, (IMGSZ, IMGSZ))
+        labels = warping.warp_labels(np.concatenate(found), geometry, (IMGSZ, IMGSZ))
         hue, saturation, value = cv2.split(cv2.cvtColor(image, cv2.COLOR_BGR2HSV))
         gains = 1 + rng.uniform(-1, 1, 3) * (HYP.hsv_h, HYP.hsv_s, HYP.hsv_v)
         values = np.arange(256) * gains[:, None]

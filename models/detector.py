@@ -18,7 +18,7 @@ from utils.config.flags import DetectConfig
 from utils.core.devices import time_on
 from utils.core.errors import Problems, UserError
 from utils.core.logging import get_logger
-from utils.data.augmentations import letterbox
+from utils.data.resizing import letterbox
 from utils.metrics.boxes import scale_boxes
 
 SHOWN_NAMES = 4  # in a message

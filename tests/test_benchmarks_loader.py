@@ -10,7 +10,7 @@ import torch
 from benchmarks import loader
 from benchmarks.measuring import Options
 from tests.runs import torch_settings_kept
-from utils.data import augmentations
+from utils.data import resizing
 from utils.data.image_cache import ImageCache
 
 
@@ -42,13 +42,13 @@ def test_both_ways_make_the_same_kind_of_samples() -> None:
 
         ours.dataset.load, plain.labels = ours_loaded, plain_loaded  # type: ignore[method-assign]
         batches = {"ours": ours.batch(0), "plain": plain.batch(0)}
-        size = augmentations.resized_shape(*loader.MADE_SIZE, loader.IMGSZ)
+        size = resizing.resized_shape(*loader.MADE_SIZE, loader.IMGSZ)
         assert plain.load(0).shape == load(0)[0].shape == (*size, 3)
     for name, batch in batches.items():
         assert (batch.shape, batch.dtype) == ((loader.BATCH, 3, loader.IMGSZ, loader.IMGSZ), torch.uint8)
         assert len(loaded[name]) == loader.BATCH * loader.MOSAIC
         assert set(loaded[name]) == set(range(6))
-    grey = {name: (batch == augmentations.GREY).all(1).float().mean().item() for name, batch in batches.items()}
+    grey = {name: (batch == resizing.GREY).all(1).float().mean().item() for name, batch in batches.items()}
     means = {name: batch.float().mean().item() for name, batch in batches.items()}
     spreads = {name: batch.float().std().item() for name, batch in batches.items()}
     # Each of 16 samples is brighter or darker by up to 40 %, and cut out at random.

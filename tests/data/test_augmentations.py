@@ -10,27 +10,10 @@ import numpy as np
 import pytest
 
 from utils.config.recipe import Hyp
-from utils.data.augmentations import (
-    GREY,
-    Geometry,
-    Tile,
-    adjust_hsv,
-    copy_paste,
-    draw_copies,
-    draw_geometry,
-    flip,
-    labels_to_normalized,
-    labels_to_pixels,
-    letterbox,
-    letterbox_warp,
-    mixup,
-    mosaic,
-    resize_longest,
-    resized_shape,
-    warp_labels,
-    warp_tiles,
-)
+from utils.data.augmentations import adjust_hsv, copy_paste, draw_copies, flip, letterbox_warp, mixup, mosaic
 from utils.data.polygons import Polygons
+from utils.data.resizing import GREY, labels_to_normalized, labels_to_pixels, letterbox, resize_longest, resized_shape
+from utils.data.warping import Geometry, Tile, draw_geometry, warp_labels, warp_tiles
 
 STILL = Hyp(
     hsv_h=0, hsv_s=0, hsv_v=0, degrees=0, translate=0, scale=0, shear=0, perspective=0, flipud=0, fliplr=0, mosaic=0

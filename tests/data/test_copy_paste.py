@@ -10,22 +10,13 @@ import numpy as np
 import pytest
 
 from utils.config.recipe import Hyp
-from utils.data.augmentations import (
-    Geometry,
-    Tile,
-    copy_paste,
-    draw_copies,
-    letterbox_warp,
-    mosaic,
-    place_labels,
-    warp_labels,
-    warp_tiles,
-)
+from utils.data.augmentations import copy_paste, draw_copies, letterbox_warp, mosaic
 from utils.data.dataset import DetectionDataset
 from utils.data.image_cache import ImageCache
 from utils.data.index import LabelIndex, build_index
 from utils.data.polygons import Polygons, join, paint, visible_boxes
 from utils.data.sampler import SampleRequest
+from utils.data.warping import Geometry, Tile, place_labels, warp_labels, warp_tiles
 
 STILL = Hyp(degrees=0, translate=0, scale=0, shear=0, perspective=0, hsv_h=0, hsv_s=0, hsv_v=0, fliplr=0)
 TRIANGLE = [(0.1, 0.2), (0.5, 0.2), (0.1, 0.8)]

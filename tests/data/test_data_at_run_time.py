@@ -38,12 +38,12 @@ from utils.core.caches import replacing
 from utils.core.errors import LostDataError, UserError
 from utils.core.image_files import RETRY_AFTER, ImageError, _Storage, image_size, read_image, retried
 from utils.core.wording import duration
-from utils.data.augmentations import GREY, letterbox
 from utils.data.dataset import SUBSTITUTES, DetectionDataset, create_cache
 from utils.data.index import LabelIndex, build_index
 from utils.data.loader_notes import being_read, deaths_explained
 from utils.data.loaders import TrainLoader, train_loader, val_loader
 from utils.data.report import NOTHING_FOUND, REPLACED, UnreadableImages
+from utils.data.resizing import GREY, letterbox
 from utils.data.sampler import SampleRequest, epoch_order, val_batches
 from utils.dist.place import DistEnv
 from utils.metrics.average_precision import Evaluation

@@ -25,11 +25,11 @@ from tests.common import PROJECT, SHARED, golden, needs_shared
 from utils.config.recipe import Hyp
 from utils.core.errors import Problems, UserError
 from utils.core.image_files import read_image
-from utils.data.augmentations import GREY, letterbox, resize_longest, resized_shape, resized_shapes
 from utils.data.dataset import DetectionDataset, create_cache
 from utils.data.image_cache import ImageCache
 from utils.data.index import LabelIndex, build_index
 from utils.data.loaders import choose_num_workers, collate, resize_batch, share_workers, train_loader, val_loader
+from utils.data.resizing import GREY, letterbox, resize_longest, resized_shape, resized_shapes
 from utils.data.sampler import SampleRequest, TrainBatches, batch_imgsz, rect_batches, val_batches
 from utils.data.scan import in_processes
 from utils.dist.place import DistEnv

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from utils.config.recipe import Hyp
 from utils.core.errors import LostDataError
 from utils.core.image_files import ImageError, read_image
-from utils.data import augmentations
+from utils.data import augmentations, resizing
 from utils.data.image_cache import ImageCache
 from utils.data.index import LabelIndex
 from utils.data.leisure import Leisure
@@ -75,7 +75,7 @@ def create_cache(
         spare: see ``ImageCache.create``.
         logger: see there.
     """
-    shapes = augmentations.resized_shapes(index.shapes, imgsz)
+    shapes = resizing.resized_shapes(index.shapes, imgsz)
     interpolation = "linear" if train else "area"
     cache = once_per_machine(
         lambda: ImageCache.create(
@@ -148,7 +148,7 @@ class DetectionDataset(Dataset[Sample]):
         image, labels = self._augmented(request, hyp, rng, unreadable)
         image = augmentations.adjust_hsv(image, hyp, rng)
         image, labels = augmentations.flip(image, labels, hyp, rng)
-        labels = augmentations.labels_to_normalized(labels, request.height, request.width)
+        labels = resizing.labels_to_normalized(labels, request.height, request.width)
         return Sample(request, image, labels, (0.0, 0.0, 0.0, 0.0, 0.0), unreadable)
 
     def load(self, i: int) -> tuple[np.ndarray, np.ndarray]:
@@ -166,13 +166,13 @@ class DetectionDataset(Dataset[Sample]):
             height, width = self.index.shapes[i].tolist()
             if self.hyp is None:  # published figures are measured on images that are decoded whole
                 image = read_image(self.index.path(i), (height, width))
-                image = augmentations.resize_longest(image, self.imgsz, cv2.INTER_AREA)
+                image = resizing.resize_longest(image, self.imgsz, cv2.INTER_AREA)
             else:
-                reduction = augmentations.decoding_reduction(height, width, self.imgsz)
+                reduction = resizing.decoding_reduction(height, width, self.imgsz)
                 image = read_image(self.index.path(i), (height, width), reduction)
-                image = augmentations.resize_longest(image, self.imgsz, cv2.INTER_LINEAR, (height, width))
+                image = resizing.resize_longest(image, self.imgsz, cv2.INTER_LINEAR, (height, width))
             self.cache.put(i, image)
-        return image, augmentations.labels_to_pixels(self.index.labels(i), *image.shape[:2])
+        return image, resizing.labels_to_pixels(self.index.labels(i), *image.shape[:2])
 
     def _load_or_replace(
         self, i: int, request: SampleRequest, unreadable: list[Unreadable]
@@ -214,7 +214,7 @@ class DetectionDataset(Dataset[Sample]):
         if self.rect or rng.random() >= hyp.mosaic:
             i, image, labels = self._load_or_replace(request.index, request, unreadable)
             outlines = self._outlines(i, image)
-            return augmentations.letterbox_warp(image, labels, (request.height, request.width), hyp, rng, outlines)
+            return resizing.letterbox_warp(image, labels, (request.height, request.width), hyp, rng, outlines)
         sample = self._mosaic(request.index, request, hyp, rng, unreadable)
         if rng.random() < hyp.mixup:
             second = self._mosaic(int(rng.integers(len(self))), request, hyp, rng, unreadable)
@@ -248,16 +248,16 @@ class DetectionDataset(Dataset[Sample]):
             if self.strict:
                 raise
             unreadable.append(self._unreadable(request.index, error))
-            shape = augmentations.resized_shape(height, width, self.imgsz)
-            image = np.full((*shape, 3), augmentations.GREY, np.uint8)
-            labels = augmentations.labels_to_pixels(self.index.labels(request.index), *shape)
+            shape = resizing.resized_shape(height, width, self.imgsz)
+            image = np.full((*shape, 3), resizing.GREY, np.uint8)
+            labels = resizing.labels_to_pixels(self.index.labels(request.index), *shape)
         # Boxes use the halves of the padding as they are, pixels the rounded ones: where the padding is odd, boxes are
         # half a pixel off. Published figures of YOLOv5 are measured so.
         pad_left, pad_top = (request.width - image.shape[1]) / 2, (request.height - image.shape[0]) / 2
         labels[:, [1, 3]] += pad_left
         labels[:, [2, 4]] += pad_top
-        labels = augmentations.labels_to_normalized(labels, request.height, request.width)
-        padded, _, _ = augmentations.letterbox(image, (request.height, request.width))
+        labels = resizing.labels_to_normalized(labels, request.height, request.width)
+        padded, _, _ = resizing.letterbox(image, (request.height, request.width))
         ratio = self.imgsz / max(height, width)
         return Sample(request, padded, labels, (height, width, ratio, pad_left, pad_top), unreadable)
 
