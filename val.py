@@ -201,7 +201,7 @@ def evaluate(
 
 
 def _forward(model: Callable[[Tensor], list[Tensor]], images: Tensor) -> list[Tensor]:
-    """Run a network; halve the batch where memory does not suffice (ultralytics/yolov5#2586)."""
+    """Run a network; halve the batch where memory does not suffice."""
     try:
         return model(images)
     except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""Weights from elsewhere: YOLOv5's checkpoints, state dicts and safetensors files, read without running their code.
+"""Weights from elsewhere, with the network that they are of: YOLOv5's checkpoints, state dicts and safetensors files.
 
 What comes out has the keys of a checkpoint of this program: ``model`` (tensors by state-dict name) and, where the
 network can be built here, ``spec``, ``names`` and ``config``; else ``why_no_spec`` says why it can't. ``origin`` says
@@ -6,47 +6,42 @@ for the log what the file is and what of it is not taken. A network from a file 
 compared with the file, layer by layer: so it is no larger than its weights, and computes what the saved one did.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.parser import OPTIONAL_KEYS, REQUIRED_KEYS, check_keys
+from models.foreign_specs import activation_of, plain_setting, spec_from_layers, spec_from_yaml
+from models.parser import check_keys
 from models.yolo import DetectionModel
 from utils.checkpoints.files import check_readable, checkpoint_content, is_own, non_finite, opened
+from utils.checkpoints.foreign_files import (
+    MOST_LETTERS,
+    is_module,
+    is_safetensors,
+    modules_of,
+    read_safetensors,
+    read_tensors,
+    stored_state,
+    unwrapped,
+)
 from utils.checkpoints.inert_pickle import Record, RefusedError
 from utils.checkpoints.torch_files import StoredTensor, TorchFile
+from utils.config.flags import LARGEST_IMGSZ
 from utils.config.yaml_files import SHIPPED, load_yaml
 from utils.core.errors import UserError
 
-MOST_MODULES = 20_000  # of a network with all its layers' parts; the largest YOLOv5 has about 1,000
-MOST_LETTERS = 300  # of the path of such a part
-MOST_TENSORS = 10_000
-MOST_VALUES = 20_000  # of a YAML
 LEAST_TENSORS = 5  # of a layer that a YAML repeats
-LARGEST_VALUE = 1 << 31  # of numbers in a YAML
-LARGEST_IMGSZ = 1 << 14
 DEFAULT_IMGSZ = {32: 640, 64: 1280}  # by largest stride: what YOLOv5's networks are trained at
 HALF = (torch.float16, torch.bfloat16)
-
 SETTINGS = (
     *("kernel_size", "stride", "padding", "dilation", "groups", "eps", "negative_slope"),
     *("size", "scale_factor", "mode", "align_corners", "ceil_mode", "add"),
 )
 """Attributes of layers that decide what they compute; those of a file's layers must be those of the built ones."""
 SAME_KIND = {"SyncBatchNorm": "BatchNorm2d"}
-ACTIVATIONS = {
-    "SiLU": "nn.SiLU()",
-    "ReLU": "nn.ReLU()",
-    "LeakyReLU": "nn.LeakyReLU(0.1)",
-    "Hardswish": "nn.Hardswish()",
-    "Mish": "nn.Mish()",
-    "Identity": "nn.Identity()",
-}
-"""Names of activation layers -> what a model YAML says for them."""
-OF_TORCH = {name: f"nn.{name}" for name in ("Upsample", "MaxPool2d", "ZeroPad2d")}
 
 
 def read_weights(path: Path, flag: str = "") -> dict[str, Any]:
@@ -65,8 +60,8 @@ def read_weights(path: Path, flag: str = "") -> dict[str, Any]:
     """
     shown = f"{flag} {path}".lstrip()
     check_readable(path, shown)
-    if _is_safetensors(path):
-        found = _from_state(_read_safetensors(path, shown), ["a safetensors file"])
+    if is_safetensors(path):
+        found = _from_state(read_safetensors(path, shown), ["a safetensors file"])
     else:
         with opened(path, flag) as file:
             if is_own(file.root):
@@ -83,17 +78,14 @@ def _from_elsewhere(file: TorchFile) -> dict[str, Any]:
     about = root if isinstance(root, dict) else {}
     averaged = about.get("ema")
     for network in (averaged, about.get("model"), root):
-        if isinstance(network, Record) and _is_module(network):
+        if isinstance(network, Record) and is_module(network):
             notes = ["a YOLOv5 checkpoint"] + ["EMA weights"] * (network is averaged)
             notes += ["optimizer state not taken"] * (about.get("optimizer") is not None)
-            return _from_network(file, _unwrapped(network), about, notes)
+            return _from_network(file, unwrapped(network), about, notes)
     for weights in (averaged, about.get("model"), about.get("state_dict"), root):
         if isinstance(weights, dict) and weights and all(isinstance(one, StoredTensor) for one in weights.values()):
-            return _from_state(_read_tensors(file, weights), ["a state dict"])
+            return _from_state(read_tensors(file, weights), ["a state dict"])
     raise RefusedError("it holds neither a network nor tensors by name")
-
-
-# state dicts ----------------------------------------------------------------------------------------------------------
 
 
 def _from_state(state: dict[str, Tensor], notes: list[str]) -> dict[str, Any]:
@@ -124,29 +116,6 @@ def _shipped_network(state: Mapping[str, Tensor]) -> DetectionModel | None:
     return None
 
 
-def _is_safetensors(path: Path) -> bool:
-    """Whether a file starts as such files do: the length of a header, and a header in JSON."""
-    with path.open("rb") as file:
-        start = file.read(9)
-        size = file.seek(0, 2)
-    return len(start) == 9 and start[8:] == b"{" and 2 <= int.from_bytes(start[:8], "little") <= size - 8
-
-
-def _read_safetensors(path: Path, shown: str) -> dict[str, Tensor]:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError:
-        raise UserError(f"{shown} is a safetensors file; to read it: pip install safetensors") from None
-    try:
-        return _without_prefix(load_file(path))
-    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"{shown} is damaged: {str(error).splitlines()[0][:200]}") from error
-
-
-# pickled networks -----------------------------------------------------------------------------------------------------
-
-
 def _from_network(file: TorchFile, network: Record, about: Mapping[Any, Any], notes: list[str]) -> dict[str, Any]:
     """Take the weights of a pickled network, and see whether it can be built here.
 
@@ -156,8 +125,8 @@ def _from_network(file: TorchFile, network: Record, about: Mapping[Any, Any], no
         about: what else the file holds.
         notes: for the log.
     """
-    modules = _modules(network)
-    state = _read_tensors(file, _stored_state(modules))
+    modules = modules_of(network)
+    state = read_tensors(file, stored_state(modules))
     if not state:
         raise RefusedError("its network has no weights")
     try:
@@ -173,80 +142,6 @@ def _from_network(file: TorchFile, network: Record, about: Mapping[Any, Any], no
     return {**found, "spec": built.yaml, "names": built.names}
 
 
-def _is_module(value: Any) -> bool:
-    return isinstance(value, Record) and isinstance(value.state, dict) and "_modules" in value.state
-
-
-def _part(module: Record, name: str) -> dict[str, Any]:
-    """Return one of a module's dicts; {} if it has none."""
-    part = module.state.get(name, {})
-    if not isinstance(part, dict) or not all(isinstance(key, str) for key in part):
-        raise RefusedError("it has a layer without the attributes of one")
-    return part
-
-
-def _unwrapped(network: Record) -> Record:
-    """Return the network inside of DistributedDataParallel or DataParallel."""
-    for _ in range(2):
-        inner = _part(network, "_modules")
-        if list(inner) == ["module"] and _is_module(inner["module"]):
-            network = inner["module"]
-    return network
-
-
-def _modules(network: Record) -> dict[str, Record]:
-    """Return a network's modules by path, itself as ''."""
-    found = {"": network}
-    waiting = [("", network)]
-    while waiting:
-        path, module = waiting.pop()
-        for name, child in _part(module, "_modules").items():
-            where = f"{path}.{name}".removeprefix(".")
-            if child is None:
-                continue
-            if not _is_module(child):
-                raise RefusedError("it has a layer without the attributes of one")
-            if len(found) >= MOST_MODULES or len(where) > MOST_LETTERS:
-                raise RefusedError("its network has far too many layers")
-            found[where] = child
-            waiting.append((where, child))
-    return found
-
-
-def _stored_state(modules: Mapping[str, Record]) -> dict[str, Any]:
-    """Return what a network's state dict would hold, not checked so far."""
-    state: dict[str, Any] = {}
-    for path, module in modules.items():
-        passing = module.state.get("_non_persistent_buffers_set")
-        buffers = _part(module, "_buffers")
-        kept = {name: buffers[name] for name in buffers if not (isinstance(passing, set) and name in passing)}
-        for name, tensor in {**_part(module, "_parameters"), **kept}.items():
-            if tensor is not None:
-                state[f"{path}.{name}".removeprefix(".")] = tensor
-    return state
-
-
-def _read_tensors(file: TorchFile, stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Read tensors by name, without the prefix that DistributedDataParallel gives them."""
-    tensors: dict[str, Tensor] = {}
-    if len(stored) > MOST_TENSORS:
-        raise RefusedError("it has far too many tensors")
-    for name, tensor in stored.items():
-        if not isinstance(name, str) or not isinstance(tensor, StoredTensor):
-            raise RefusedError("it has a weight that is no tensor")
-        if not name.endswith(".anchor_grid"):  # old heads' anchors once more, in another unit
-            tensors[name] = file.tensor(tensor)
-    return _without_prefix(tensors)
-
-
-def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    wrapped = all(name.startswith("module.") for name in tensors)
-    return {name.removeprefix("module."): tensor for name, tensor in tensors.items()} if wrapped else tensors
-
-
-# building what a file holds -------------------------------------------------------------------------------------------
-
-
 def _rebuilt(
     file: TorchFile, network: Record, modules: Mapping[str, Record], state: Mapping[str, Tensor]
 ) -> DetectionModel:
@@ -257,9 +152,9 @@ def _rebuilt(
     """
     last = _last_layer(state)
     yaml = network.state.get("yaml")
-    spec = _spec_from_yaml(yaml) if isinstance(yaml, dict) else _spec_from_layers(modules, last)
+    spec = spec_from_yaml(yaml) if isinstance(yaml, dict) else spec_from_layers(modules, last)
     names = _names(network.state.get("names"), _num_classes(state, last))
-    built = _build({**spec, **_activation(modules)}, state, last, names)
+    built = _build({**spec, **activation_of(modules)}, state, last, names)
     misfit = _first_difference(built, modules) or _first_misfit(built, state)
     if misfit:
         raise RefusedError(f"it is not the one that its own YAML describes, {misfit}")
@@ -340,120 +235,10 @@ def _first_difference(built: DetectionModel, modules: Mapping[str, Record]) -> s
         attributes = modules[path].state
         for name in SETTINGS:
             if name in attributes and hasattr(own[path], name):
-                there, here = _setting(attributes[name]), _setting(getattr(own[path], name))
+                there, here = plain_setting(attributes[name]), plain_setting(getattr(own[path], name))
                 if there != here:
                     return f"{path} has {name} {there} instead of {here}"
     return ""
-
-
-def _setting(value: Any) -> tuple[Any, ...]:
-    """Return a setting in one form: a length for each direction is the same as one for both."""
-    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    if len(values) > 4 or not all(_is_short(one) for one in values):
-        raise RefusedError("it has a layer with a setting of an unknown kind")
-    return values[:1] if len(set(values)) == 1 else values
-
-
-def _is_short(value: Any) -> bool:
-    if isinstance(value, str):
-        return len(value) < MOST_LETTERS
-    return value is None or (isinstance(value, (int, float)) and abs(value) < LARGEST_VALUE)  # not so for NaN
-
-
-def _activation(modules: Mapping[str, Record]) -> dict[str, str]:
-    """Return what a YAML must say for a network's activations; they may have changed since it was written."""
-    acts = [module for path, module in modules.items() if path.endswith(".act")]
-    kinds = {act.kind.name for act in acts}
-    if len(kinds) != 1 or not kinds <= ACTIVATIONS.keys():
-        raise RefusedError(f"its activations are {', '.join(sorted(name[:50] for name in kinds)[:5]) or 'not there'}")
-    return {"activation": ACTIVATIONS[kinds.pop()]}
-
-
-def _spec_from_yaml(yaml: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the model YAML that a network was built from, in plain values."""
-    known = (*REQUIRED_KEYS, *OPTIONAL_KEYS)
-    wanted = {key: yaml[key] for key in known if key in yaml and key != "family"}
-    spec = _plain(wanted, [MOST_VALUES], 0)
-    assert isinstance(spec, dict)
-    return {**spec, "ch": spec.get("ch") or 3}
-
-
-def _plain(value: Any, left: list[int], depth: int) -> Any:
-    """Copy nested plain values, tuples as lists; `left` counts down the values that may still come."""
-    left[0] -= 1
-    if left[0] < 0 or depth > 8:
-        raise RefusedError("its YAML is too large")
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _plain(item, left, depth + 1) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, left, depth + 1) for item in value]
-    if isinstance(value, bool) or _is_short(value):
-        return value
-    raise RefusedError("its YAML has something else than text and numbers")
-
-
-def _spec_from_layers(modules: Mapping[str, Record], last: int) -> dict[str, Any]:
-    """Return a model YAML for the layers of a network that does not hold its own; everything in it is written out."""
-    rows = []
-    for number in range(last + 1):
-        path = f"model.{number}"
-        if path not in modules:
-            raise RefusedError(f"its layer {number} is missing")
-        source = _plain(modules[path].state.get("f"), [MOST_VALUES], 0)
-        children = [name for name in modules if name.startswith(f"{path}.") and name[len(path) + 1 :].isdecimal()]
-        repeats = len(children) if modules[path].kind.name == "Sequential" else 1
-        if repeats > 1:
-            path = f"{path}.0"
-        name, count, args = _row_of_layer(modules, path)
-        rows.append([source, max(repeats, count), name, args])
-    return {
-        **{"nc": 1, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 1, "ch": 3},
-        **{"backbone": rows[:-1], "head": rows[-1:]},
-    }
-
-
-def _row_of_layer(modules: Mapping[str, Record], path: str) -> tuple[str, int, list[Any]]:
-    """Return a layer's name in a model YAML, its repeats and its arguments."""
-
-    def get(part: str, name: str) -> Any:
-        """An attribute of a part of the layer, one number where it has one for each direction."""
-        where = f"{path}.{part}".rstrip(".")
-        if where not in modules or name not in modules[where].state:
-            raise RefusedError(f"its layer {path} has no {part}.{name}")
-        values = _setting(modules[where].state[name])
-        return values[0] if len(values) == 1 else list(values)
-
-    def bottleneck(at: str) -> list[Any]:
-        return [get(at, "add"), get(f"{at}cv2.conv", "groups")]
-
-    def share(part: str, whole: str) -> float:
-        """Hidden channels as a share of all; half a channel more, so that rounding down gives them back."""
-        hidden, channels = get(part, "out_channels"), get(whole, "out_channels")
-        return (hidden + 0.5) / channels if hidden * 2 != channels else 0.5
-
-    def count(part: str) -> int:
-        return sum(name.startswith(f"{path}.{part}.") and name.count(".") == path.count(".") + 2 for name in modules)
-
-    kind = modules[path].kind.name
-    channels = "out_channels"
-    arguments: dict[str, Callable[[], list[Any]]] = {
-        "Conv": lambda: [get("conv", name) for name in (channels, "kernel_size", "stride", "padding", "groups")],
-        "Bottleneck": lambda: [get("cv2.conv", channels), *bottleneck(""), share("cv1.conv", "cv2.conv")],
-        "C3": lambda: [get("cv3.conv", channels), *bottleneck("m.0."), share("cv1.conv", "cv3.conv")],
-        "SPP": lambda: [get("cv2.conv", channels), [get(f"m.{number}", "kernel_size") for number in range(count("m"))]],
-        "SPPF": lambda: [get("cv2.conv", channels), get("m", "kernel_size")],
-        "Concat": lambda: [get("", "d")],
-        "Detect": lambda: ["nc", "anchors"],
-        "Upsample": lambda: [get("", name) for name in ("size", "scale_factor", "mode")],
-        "MaxPool2d": lambda: [get("", name) for name in ("kernel_size", "stride", "padding")],
-        "ZeroPad2d": lambda: [get("", "padding")],
-    }
-    if kind not in arguments:
-        raise RefusedError(f"its layer {path} is a {kind[:MOST_LETTERS]}, which is not known here")
-    return OF_TORCH.get(kind, kind), count("m") if kind == "C3" else 1, arguments[kind]()
-
-
-# what else a file says ------------------------------------------------------------------------------------------------
 
 
 def _names(names: Any, num_classes: int) -> list[str]:

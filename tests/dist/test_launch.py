@@ -22,9 +22,9 @@ from utils.config.flags import TrainConfig
 from utils.config.yaml_files import find_yaml
 from utils.core.errors import UserError
 from utils.dist.launch import explain, variables_kept, worker_devices
+from utils.dist.meeting import backend
 from utils.dist.place import ALONE, DistEnv, assign_device
 from utils.run import settings as command
-from utils.torch_utils import backend
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 RANK = DistEnv(1, 1, 2, 2, launched=True)

@@ -81,8 +81,8 @@ def load_checkpoint(path: Path, flag: str = "") -> dict[str, Any]:
         flag: that named it, for messages.
 
     Raises:
-        UserError: the file is missing, damaged (THU-MIG/yolov10#154), from elsewhere, or of a newer program; the
-            sentence names it and the reason.
+        UserError: the file is missing, damaged, from elsewhere, or of a newer program; the sentence names it and the
+            reason.
     """
     with opened(path, flag) as file:
         return checkpoint_content(file, f"{flag} {path}".lstrip())

@@ -29,7 +29,7 @@ def parse_device(flag: str | int | Sequence[str | int], cuda_count: int, has_mps
 
     Raises:
         UserError: nonsense, an index that this machine lacks, a GPU named twice, or different kinds mixed. Ids of two
-            digits are ordinary ids (ultralytics/ultralytics#8481).
+            digits are ordinary ids: "10" is not devices 1 and 0.
     """
     items = flag.split(",") if isinstance(flag, str) else [flag] if isinstance(flag, int) else list(flag)
     names = [str(item).strip().lower() for item in items]
@@ -91,7 +91,7 @@ def time_on(device: torch.device) -> float:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the CPU on a device; the host does not wait for the copy to a CUDA device.
 
-    To MPS it does: PyTorch before 2.13 may read what was freed meanwhile (pytorch/pytorch#189690).
+    To MPS it does: PyTorch before 2.13 may read memory that was freed meanwhile.
     """
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

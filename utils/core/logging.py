@@ -53,7 +53,7 @@ class CsvLog:
         path: the file; made or cut to the kept rows at once.
         columns: names in order; the first is ``epoch``.
         keep_epochs: rows up to this epoch are kept; a resumed run names the last that is done, so that an epoch that is
-            done again has one row (ultralytics/ultralytics#22364, roboflow/rf-detr#1321). 0 = start afresh.
+            done again has one row. 0 = start afresh.
         spare: rows by epoch, for those that should be kept but are not there.
         enabled: whether this rank writes; the others' logs do nothing.
 

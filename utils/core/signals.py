@@ -90,7 +90,7 @@ def stops_need_no_python() -> contextlib.AbstractContextManager[None]:
 def stops_reach_c() -> Iterator[None]:
     """Context in which SIGTERM ends this process, with status 1, if no handler runs although there is one.
 
-    A rank whose GPU waits for a rank that is gone stays in C (NVIDIA/nccl#585), where no handler of Python's runs,
+    A rank whose GPU waits for a rank that is gone stays in NCCL's C code, where no handler of Python's runs,
     until the launcher kills it. A stop that was heard is left to its handler. Main thread only, else nothing.
     """
     if not in_main_thread():

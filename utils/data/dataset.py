@@ -214,7 +214,7 @@ class DetectionDataset(Dataset[Sample]):
         if self.rect or rng.random() >= hyp.mosaic:
             i, image, labels = self._load_or_replace(request.index, request, unreadable)
             outlines = self._outlines(i, image)
-            return resizing.letterbox_warp(image, labels, (request.height, request.width), hyp, rng, outlines)
+            return augmentations.letterbox_warp(image, labels, (request.height, request.width), hyp, rng, outlines)
         sample = self._mosaic(request.index, request, hyp, rng, unreadable)
         if rng.random() < hyp.mixup:
             second = self._mosaic(int(rng.integers(len(self))), request, hyp, rng, unreadable)

@@ -43,8 +43,8 @@ from utils.core.errors import (
 )
 from utils.core.heartbeat import STALLED
 from utils.core.signals import BEGAN, OURS, STARTED
+from utils.dist.meeting import LOST, TIMED_OUT
 from utils.dist.place import DistEnv
-from utils.torch_utils import LOST, TIMED_OUT
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")  # others kill the launcher, not its workers
 GRACE = 60  # seconds that workers get to save and leave when they are told to stop, before they are killed

@@ -73,8 +73,8 @@ def slurm_place(variables: Mapping[str, str]) -> SlurmPlace | None:
 def check_launched_once(variables: Mapping[str, str]) -> None:
     """Check that a launcher whose worker this is was not itself started by each of several tasks of a machine.
 
-    One of them would fail, for the port is in use (ultralytics/yolov5#12429), or each would train alone. A shell in a
-    step (``srun --pty``) is the first of its tasks, and may start a launcher.
+    All but one would fail, for the port is in use, or each would train alone. A shell in a step (``srun --pty``) is the
+    first of its tasks, and may start a launcher.
 
     Args:
         variables: the environment of the worker.

@@ -17,7 +17,7 @@ from utils.run.folder import lockstep_version, script
 from utils.run.inputs import detection_cap
 from utils.run.progress import machine
 from utils.run.state import Run
-from utils.torch_utils import backend
+from utils.dist.meeting import backend
 
 
 def say(run: Run) -> None:

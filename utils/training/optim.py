@@ -15,7 +15,7 @@ NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RM
 FUSED_DEVICES = ("cpu", "cuda")
 ADAM_BETA2 = 0.999
 MIN_WARMUP = 100  # micro-batches, also for small data sets, but no more than
-MIN_WARMUP_SHARE = 10  # a tenth of the run (ultralytics/ultralytics PR 25321)
+MIN_WARMUP_SHARE = 10  # a tenth of the run: a short one would be over before its learning rate is reached
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -171,7 +171,7 @@ class Schedule:
     def step_now(self, i: int, since_last: int) -> bool:
         """Whether micro-batch i closes a window.
 
-        A window ends with its epoch, so that no gradient is thrown away (ultralytics/ultralytics#11217).
+        A window ends with its epoch, so that no gradient is thrown away.
 
         Args:
             i: micro-batch of the run.
