@@ -12,12 +12,12 @@ from utils.config.flags import MAX_DET
 from utils.core.logging import get_logger
 from utils.core.wording import duration, format_lines
 from utils.data.loaders import share_workers
+from utils.dist.meeting import backend
 from utils.metrics.average_precision import TableRow, format_table
 from utils.run.folder import lockstep_version, script
 from utils.run.inputs import detection_cap
 from utils.run.progress import machine
 from utils.run.state import Run
-from utils.dist.meeting import backend
 
 
 def say(run: Run) -> None:
