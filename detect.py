@@ -11,13 +11,14 @@ from own_packages import check_packages
 
 check_packages()
 
-from utils.config.flags import DetectConfig, parse_detect
+from utils.config.build import parse
+from utils.config.flags import DetectConfig
 from utils.core.errors import end_quietly_by_ctrl_c
 from utils.run.preflight import check_opencv
 
 if __name__ == "__main__":
     end_quietly_by_ctrl_c()
-    parse_detect(sys.argv[1:])  # --help and mistyped flags end here, before torch is imported
+    parse(DetectConfig, sys.argv[1:])  # --help and mistyped flags end here, before torch is imported
     check_opencv()
 
 import os
@@ -227,7 +228,7 @@ def show(frame: Frame, picture: NDArray[np.uint8]) -> bool:
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line and detect."""
     argv = sys.argv[1:] if argv is None else argv
-    config, env = parse_detect(argv), dist_env()
+    config, env = parse(DetectConfig, argv), dist_env()
     if env.world_size > 1:
         raise UserError(
             f"detection runs in one process, but a launcher started {env.world_size}, which would all do the same; "

@@ -33,8 +33,9 @@ import train
 import val
 from models.families import Family, build_model, family_of, load_weights
 from models.yolo import DetectionModel
+from utils.config.build import build_config
 from utils.config.command_line import given_keywords
-from utils.config.flags import TrainConfig, ValConfig, build_config
+from utils.config.flags import TrainConfig, ValConfig
 from utils.config.yaml_files import ROOT, find_yaml, load_yaml
 from utils.core.errors import RESUMABLE, USER_ERROR, Stopped, UserError, await_turn, run_cli
 from utils.core.signals import CTRL_C, interrupts_held
@@ -59,7 +60,7 @@ from utils.metrics.average_precision import fitness
 from utils.run import settings as command
 from utils.run.callbacks import STOP, Callback, check_callbacks, check_picklable
 from utils.run.folder import going_on
-from utils.run.inputs import check_classes
+from utils.run.val_inputs import check_classes
 from utils.torch_utils import process_group, save_checkpoint
 
 __all__ = ["STOP", "YOLO", "Callback", "Results", "Stopped", "TrainingError", "UserError"]

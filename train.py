@@ -14,13 +14,14 @@ from own_packages import check_packages
 
 check_packages()
 
-from utils.config import flags
+from utils.config.build import parse
+from utils.config.flags import TrainConfig
 from utils.core import errors
 from utils.run import preflight
 
 if __name__ == "__main__":
     errors.end_quietly_by_ctrl_c()
-    flags.parse_train(sys.argv[1:])  # --help and mistyped flags end here, before torch is imported
+    parse(TrainConfig, sys.argv[1:])  # --help and mistyped flags end here, before torch is imported
     preflight.check_opencv()
 
 import contextlib
@@ -36,7 +37,6 @@ import torch
 
 import val
 from utils.config import command_line
-from utils.config.flags import TrainConfig
 from utils.core import devices, seeds, signals
 from utils.core.heartbeat import Phase, beat
 from utils.core.logging import get_logger
@@ -49,9 +49,10 @@ from utils.dist.place import DistEnv, dist_env
 from utils.metrics.average_precision import Evaluation, TableRow, format_table
 from utils.run import events, folder, header, loading, notes, restarts, saving, settings, state, stopping
 from utils.run.callbacks import Callback, check_callbacks
-from utils.run.inputs import detection_cap, read_inputs
+from utils.run.inputs import read_inputs
 from utils.run.progress import EpochProgress, RunClock
 from utils.run.state import Run
+from utils.run.val_inputs import detection_cap
 from utils.torch_utils import process_group
 from utils.training import compilation, data_parallel, steps, sync_bn
 from utils.training.profiler import no_step, profiling

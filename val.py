@@ -11,13 +11,14 @@ from own_packages import check_packages
 
 check_packages()
 
-from utils.config.flags import MAX_DET, ValConfig, parse_val
+from utils.config.build import parse
+from utils.config.flags import MAX_DET, ValConfig
 from utils.core.errors import end_quietly_by_ctrl_c
 from utils.run.preflight import check_opencv
 
 if __name__ == "__main__":
     end_quietly_by_ctrl_c()
-    parse_val(sys.argv[1:])  # --help and mistyped flags end here, before torch is imported
+    parse(ValConfig, sys.argv[1:])  # --help and mistyped flags end here, before torch is imported
     check_opencv()
 
 import contextlib
@@ -72,8 +73,8 @@ from utils.metrics.average_precision import (
 )
 from utils.metrics.boxes import cxcywh_to_xyxy, scale_boxes
 from utils.run.folder import create_run_dir, script
-from utils.run.inputs import check_classes, detection_cap, most_labels, read_val_inputs
 from utils.run.plots import Plots
+from utils.run.val_inputs import check_classes, detection_cap, most_labels, read_val_inputs
 from utils.torch_utils import process_group
 from utils.training.loss import DetectionLoss
 
@@ -384,7 +385,7 @@ def _write(
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and evaluate; with a list of devices in a process for each."""
     argv = sys.argv[1:] if argv is None else argv
-    config, env = parse_val(argv), dist_env()
+    config, env = parse(ValConfig, argv), dist_env()
     devices = worker_devices(config.device, env)
     if devices:
         check_classes(config)

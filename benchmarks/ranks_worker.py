@@ -20,7 +20,8 @@ import train
 from benchmarks.scaling import in_turn
 from benchmarks.scaling_rank import WARMED_UP, cores, stay_on
 from benchmarks.train_step import Repeated
-from utils.config.flags import TrainConfig, build_config
+from utils.config.build import build_config
+from utils.config.flags import TrainConfig
 from utils.core.errors import run_cli
 from utils.data.loaders import Batch
 from utils.dist.collectives import all_reduce_sum, barrier

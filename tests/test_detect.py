@@ -23,7 +23,8 @@ from models.detector import fit
 from models.yolo import DetectionModel, load_state
 from tests.common import PROJECT, SHARED, needs_shared
 from tests.inference.test_sources import Handler, Server, exif_rotated, make_video, picture, pipe, write
-from utils.config.flags import DetectConfig, parse_detect
+from utils.config.build import parse
+from utils.config.flags import DetectConfig
 from utils.config.yaml_files import load_yaml
 from utils.core.errors import UserError
 from utils.inference import detection_files
@@ -580,14 +581,14 @@ def test_view_img_without_a_display(weights: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_flags_that_make_no_sense(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        parse_detect(["--weights", "x.pt", *flags])
+        parse(DetectConfig, ["--weights", "x.pt", *flags])
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ids", [["0", "3"], ["0,3"], ["0,", "3"], ["0, 3"]])
 def test_lists_of_numbers(ids: list[str]) -> None:
-    assert parse_detect(["--weights", "x.pt", "--classes", *ids]).classes == [0, 3]
-    assert parse_detect(["--weights", "x.pt", "--classes", ""]).classes == []
+    assert parse(DetectConfig, ["--weights", "x.pt", "--classes", *ids]).classes == [0, 3]
+    assert parse(DetectConfig, ["--weights", "x.pt", "--classes", ""]).classes == []
 
 
 def test_wrong_flags_cost_no_torch() -> None:

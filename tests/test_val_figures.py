@@ -19,7 +19,7 @@ from utils.config.data_yaml import load_data
 from utils.config.flags import ValConfig
 from utils.data.splits import open_splits
 from utils.metrics.average_precision import Evaluation
-from utils.run.inputs import detection_cap
+from utils.run.val_inputs import detection_cap
 from utils.torch_utils import load_checkpoint
 
 DENSE = 301  # labels of one image

@@ -15,17 +15,9 @@ import yaml
 
 from tests.common import PROJECT
 from utils.checkpoints.files import check_readable
+from utils.config.build import build_config, config_to_dict, parse
 from utils.config.command_line import flags_page, given_flags, given_keywords, repeated_flags, without_flags
-from utils.config.flags import (
-    DetectConfig,
-    TrainConfig,
-    ValConfig,
-    build_config,
-    config_to_dict,
-    parse_detect,
-    parse_train,
-    parse_val,
-)
+from utils.config.flags import DetectConfig, TrainConfig, ValConfig
 from utils.config.recipe import SHIPPED_RECIPES, Hyp, Recipe, load_hyp, load_recipe
 from utils.config.yaml_files import SHIPPED, find_yaml, load_yaml
 from utils.core.errors import Problems, UserError, nearest_file, run_cli
@@ -55,13 +47,13 @@ def write(path: Path, text: str) -> Path:
 
 def test_nothing_heavy_is_imported() -> None:
     """Help and a wrong flag must not wait seconds for torch."""
-    code = "import sys, utils.config.flags; print([name for name in sys.modules if name in sys.argv[1:]])"
+    code = "import sys, utils.config.build; print([name for name in sys.modules if name in sys.argv[1:]])"
     done = run_python(code, *HEAVY)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 def test_no_flags_train_on_the_built_in_data() -> None:
-    config = parse_train([])
+    config = parse(TrainConfig, [])
     assert (config.weights, config.cfg, config.data) == ("", "yolov5n.yaml", "shapes.yaml")
     assert (config.batch_size, config.nbs, config.val_batch, config.amp, config.cache) == (16, 64, 0, "auto", "ram")
     assert config.resume is False
@@ -74,7 +66,7 @@ def test_a_yolov5_command_line_is_read() -> None:
         " --img 640 --rect --resume --nosave --noval --cache disk --device cuda:1 --multi-scale --optimizer AdamW"
         " --workers 3 --project out --name x --exist-ok --cos-lr --patience 5 --freeze 0 3 --save-period -1 --seed 9"
     )
-    assert parse_train(line.split()) == TrainConfig(
+    assert parse(TrainConfig, line.split()) == TrainConfig(
         weights="best.pt",
         cfg="yolov5s.yaml",
         data="coco.yaml",
@@ -124,17 +116,17 @@ def test_a_yolov5_command_line_is_read() -> None:
     ],
 )
 def test_spellings(line: str, field: str, value: object) -> None:
-    assert getattr(parse_train(line.split()), field) == value
+    assert getattr(parse(TrainConfig, line.split()), field) == value
 
 
 def test_empty_weights_mean_from_scratch() -> None:
-    assert parse_train(["--weights", ""]) == TrainConfig()
+    assert parse(TrainConfig, ["--weights", ""]) == TrainConfig()
 
 
 @pytest.mark.parametrize("line", ["--local-rank=1", "--local_rank 1", "--local-rank 1 --epochs 100"])
 def test_the_local_rank_of_old_launchers_is_ignored(line: str) -> None:
     """YOLOv5 refuses the newer spelling; yjh0410/YOWOv2#8 refuses both."""
-    assert parse_train(line.split()) == TrainConfig()
+    assert parse(TrainConfig, line.split()) == TrainConfig()
 
 
 @pytest.mark.parametrize(
@@ -287,7 +279,11 @@ def test_all_mistakes_come_at_once() -> None:
 
 
 def test_a_mistake_ends_with_status_2_and_two_lines() -> None:
-    done = run_python("from utils.config.flags import parse_train; parse_train()", "--bach-size", "32")
+    done = run_python(
+        "from utils.config.build import *; parse(TrainConfig)",
+        "--bach-size",
+        "32",
+    )
     assert done.returncode == 2
     assert done.stdout == ""
     expected = "error: --bach-size is not a flag; did you mean --batch-size?\nsee python train.py --help\n"
@@ -321,9 +317,9 @@ def test_image_sizes_have_an_upper_bound(kind: type[Any]) -> None:
 
 
 def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
-    for parse, kind in ((parse_train, TrainConfig), (parse_val, ValConfig), (parse_detect, DetectConfig)):
+    for kind in (TrainConfig, ValConfig, DetectConfig):
         with pytest.raises(SystemExit) as info:
-            parse(["--help"])
+            parse(kind, ["--help"])
         assert not info.value.code
         text = " ".join(capsys.readouterr().out.split())
         assert text.index("examples:") < text.index("--weights FILE")
@@ -343,11 +339,11 @@ def test_flags_page_is_up_to_date() -> None:
 
 def test_val_flags() -> None:
     line = "--weights a.pt --conf-thres 0.25 --iou-thres 0.45 --max-det 10 --task test --batch 4"
-    config = parse_val(line.split())
+    config = parse(ValConfig, line.split())
     expected = (0.25, 0.45, 10, "test", 4)
     assert (config.conf_thres, config.iou_thres, config.max_det, config.task, config.batch_size) == expected
-    for parse in (parse_val, parse_detect):  # YOLOv5 takes what begins as one flag alone
-        short = parse(["--weights", "a.pt", "--conf", "0.3", "--iou", "0.5"])
+    shortened = ["--weights", "a.pt", "--conf", "0.3", "--iou", "0.5"]
+    for short in (parse(ValConfig, shortened), parse(DetectConfig, shortened)):
         assert (short.conf_thres, short.iou_thres) == (0.3, 0.5)
     defaults = ValConfig(weights="a.pt")
     assert (defaults.conf_thres, defaults.iou_thres, defaults.max_det, defaults.batch_size) == (0.001, 0.6, 0, 32)
@@ -368,7 +364,7 @@ def test_val_flags() -> None:
 )
 def test_mistakes_in_val_flags(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as info:
-        parse_val(line.split())
+        parse(ValConfig, line.split())
     assert info.value.code == 2
     assert words in capsys.readouterr().err
 
@@ -673,7 +669,7 @@ def test_names_that_no_file_can_have(kind: str, spelling: str, tmp_path: Path) -
 
 
 def test_configurations_survive_json() -> None:
-    config = parse_train(["--freeze", "1", "2", "--resume", "--no-deterministic"])
+    config = parse(TrainConfig, ["--freeze", "1", "2", "--resume", "--no-deterministic"])
     for value in (config, ValConfig(weights="a.pt"), Hyp(lr0=0.1)):
         plain = json.loads(json.dumps(config_to_dict(value)))
         assert build_config(type(value), plain) == value

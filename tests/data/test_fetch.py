@@ -19,8 +19,9 @@ from tests.common import PROJECT
 from tests.data.test_conversion import voc_image, voc_object
 from tests.runs import make_data
 from tests.servers import Server, tar_of, zip_of
+from utils.config.build import config_to_dict
 from utils.config.data_yaml import load_data
-from utils.config.flags import TrainConfig, ValConfig, config_to_dict
+from utils.config.flags import TrainConfig, ValConfig
 from utils.config.recipe import Hyp
 from utils.config.yaml_files import find_yaml, load_yaml
 from utils.core.errors import UserError
@@ -28,7 +29,8 @@ from utils.data.downloads import MIRROR, OFFLINE
 from utils.data.fetch import ensure_data, main
 from utils.data.splits import open_splits
 from utils.dist.place import ALONE
-from utils.run.inputs import read_inputs, read_val_inputs
+from utils.run.inputs import read_inputs
+from utils.run.val_inputs import read_val_inputs
 from utils.torch_utils import save_checkpoint
 
 YAML = "path: {root}\ntrain: images/train\nval: images/val\nnames: [blue, red]\ndownload: {download}\n"

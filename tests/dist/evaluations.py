@@ -24,7 +24,7 @@ from utils.data.image_cache import ImageCache
 from utils.data.loaders import val_loader
 from utils.dist.launch import as_worker
 from utils.dist.place import DistEnv
-from utils.run.inputs import read_val_inputs
+from utils.run.val_inputs import read_val_inputs
 from utils.torch_utils import process_group
 
 

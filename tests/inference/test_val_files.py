@@ -229,7 +229,7 @@ def test_coco_metrics(bccd: Measured, capsys: pytest.CaptureFixture[str]) -> Non
         figures, said = measured()
         assert reason in said and figures == pytest.approx(of_labels, abs=1e-9)
     with pytest.raises(SystemExit):
-        val.parse_val([*flags, "--task", "speed"])
+        val.parse(ValConfig, [*flags, "--task", "speed"])
     assert "--task speed scores nothing" in capsys.readouterr().err
 
 
@@ -241,7 +241,7 @@ def first_class(bccd: Measured) -> tuple[Any, Any]:
 
 
 def test_speed_thresholds() -> None:
-    both = [val.parse_val(f"--weights a.pt --task speed {more}".split()) for more in ("", "--conf-thres 0.1")]
+    both = [val.parse(ValConfig, f"--weights a.pt --task speed {more}".split()) for more in ("", "--conf-thres 0.1")]
     assert [(one.conf_thres, one.iou_thres, one.split) for one in both] == [(0.25, 0.45, "val"), (0.1, 0.45, "val")]
 
 

@@ -19,8 +19,9 @@ from models.families import load_model
 from models.foreign_weights import read_weights
 from models.yolo import DetectionModel, load_state
 from tests.common import PROJECT, SHARED, copy_shared, needs_shared
+from utils.config.build import build_config
 from utils.config.data_yaml import DataConfig
-from utils.config.flags import TrainConfig, build_config
+from utils.config.flags import TrainConfig
 from utils.config.recipe import Hyp
 from utils.config.yaml_files import find_yaml, load_yaml
 from utils.core.errors import Problems, UserError

@@ -15,7 +15,8 @@ from utils.config.yaml_files import find_yaml, load_yaml
 from utils.core.errors import UserError
 from utils.data.loaders import choose_val_batch
 from utils.dist.place import DistEnv
-from utils.run.inputs import checkpoints_bytes, read_inputs, read_val_inputs
+from utils.run.inputs import checkpoints_bytes, read_inputs
+from utils.run.val_inputs import read_val_inputs
 from utils.torch_utils import ModelEMA, save_checkpoint, split_global_batch
 from utils.training.optim import build_optimizer
 

@@ -17,9 +17,10 @@ import val
 from models.yolo import DetectionModel
 from tests.common import PROJECT, SHARED, needs_shared
 from tests.runs import back_to, differences, flags, make_data, results, torch_settings_kept, train_here
+from utils.config.build import parse
 from utils.config.command_line import given_flags
 from utils.config.data_yaml import as_one_class, build_train_config, load_data
-from utils.config.flags import METRICS, TrainConfig, parse_train, parse_val
+from utils.config.flags import METRICS, TrainConfig, ValConfig
 from utils.config.recipe import Hyp
 from utils.core.errors import UserError
 from utils.data.index import build_index
@@ -62,11 +63,11 @@ def test_every_metric_has_a_value() -> None:
 
 def test_wrong_values_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        parse_train(["--metric", "map50", "--val-period", "0", "--label-smoothing", "1.5"])
+        parse(TrainConfig, ["--metric", "map50", "--val-period", "0", "--label-smoothing", "1.5"])
     said = capsys.readouterr().err
     assert "did you mean mAP50" in said and "--val-period must be at least 1" in said
     assert "--label-smoothing must be between 0 and 1" in said
-    assert parse_val(["--weights", "a.pt", "--augment", "--single-cls"]).augment
+    assert parse(ValConfig, ["--weights", "a.pt", "--augment", "--single-cls"]).augment
 
 
 # --- One class -------------------------------------------------------------------------------------------------------

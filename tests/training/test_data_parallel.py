@@ -14,7 +14,7 @@ from utils.config.flags import TrainConfig
 from utils.core.errors import UserError
 from utils.dist.place import ALONE, DistEnv
 from utils.run import settings as command
-from utils.run.inputs import flags_of_all
+from utils.run.agreement import flags_of_all
 from utils.run.resume import STATE_KEYS, resume
 from utils.torch_utils import load_checkpoint, save_checkpoint
 from utils.training.data_parallel import replica_devices, replicate

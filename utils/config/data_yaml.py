@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from utils.config.build import build_config
 from utils.config.command_line import check_values
-from utils.config.flags import SPLITS, TrainConfig, build_config
+from utils.config.flags import SPLITS, TrainConfig
 from utils.config.yaml_files import ROOT, find_yaml, load_yaml, yaml_word
 from utils.core.caches import cache_folder, may_be_made
 from utils.core.errors import Problems, UserError, nearest

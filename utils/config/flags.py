@@ -1,107 +1,30 @@
-"""What a run is told: flags and hyperparameters, each default written once, as a dataclass field.
+"""Flags of train.py, val.py and detect.py: what a run is told, each default written once, as a dataclass field.
 
-Imports the standard library and yaml only, so that ``--help`` and a wrong flag cost no torch import.
-``python -m utils.config.flags`` prints the flags as the page docs/flags.md.
+``python -m utils.config.flags`` prints the flags as the page docs/flags.md. Imports no torch, so that ``--help`` and a
+wrong flag cost no wait.
 """
 
 import dataclasses
-import os
-import re
-import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
-from utils.config.command_line import check_values, flag, flags_page, given_flags
+from utils.config.command_line import flag, flags_page
+from utils.config.help_texts import (
+    DETECT_EXAMPLES,
+    DETECT_NOT_YET,
+    TRAIN_EXAMPLES,
+    TRAIN_NOT_YET,
+    VAL_EXAMPLES,
+    VAL_NOT_YET,
+)
 from utils.config.recipe import Hyp
-from utils.config.yaml_files import LONGEST_NAME
-from utils.core.errors import Problems, UserError, nearest, report
 
 SPLITS = ("train", "val", "test")
-
-
 LOGGERS = ("csv", "jsonl", "tensorboard")  # where the figures of a run can go
-
-
 VIDEO_CODECS = ("avc1", "vp09", "mp4v")  # H.264 and VP9, which browsers play; MPEG-4 part 2
-
-
 METRICS = ("fitness", "mAP50", "mAP50-95", "precision", "recall", "F1")  # of a validation: what can be best
-
-
 LARGEST_IMGSZ = 1 << 14  # pixels; a square of this side has as many as the largest image that is read
-
-
 MAX_DET = 300  # detections of an image in a validation; more where images have many labels
-
-
-SPEED_THRESHOLDS = (0.25, 0.45)  # confidence and IoU of val.py --task speed: those of detect.py
-
-
-Config = TypeVar("Config")
-
-
-# Features that YOLOv5 users know and that come later. Named here they are one clear error instead of a silent no-op;
-# delete a line when its feature arrives. Keys: a flag, or a flag with one of its values.
-TRAIN_NOT_YET = {
-    "--cache val": "the image cache holds every split or none; use --cache ram, disk or off",
-    "--image-weights": "every image is drawn once per epoch so far",
-    "--evolve": "hyperparameters are not searched so far; pick a file with --hyp",
-    "--evolve_population": "hyperparameters are not searched so far; pick a file with --hyp",
-    "--resume_evolve": "hyperparameters are not searched so far; pick a file with --hyp",
-    "--bucket": "results are written to the run folder only; copy that",
-    "--quad": "batches hold single images only; use a larger --imgsz instead",
-    "--entity": "no hosted logger is built in; results are in results.csv",
-    "--upload_dataset": "no hosted logger is built in; results are in results.csv",
-    "--bbox_interval": "no hosted logger is built in; results are in results.csv",
-}
-
-
-VAL_NOT_YET = {
-    "--task study": "validation reports figures of a split so far; use --task train, val, test or speed",
-    "--save-hybrid": "detections are scored, not written, so far",
-    "--dnn": "only PyTorch checkpoints are read so far",
-}
-
-
-DETECT_NOT_YET = {
-    "--device A,B": "detection runs on one device; name a single one, such as 0, cuda:0, mps or cpu",
-    "--update": "best.pt is without its optimizer already; leave the flag out",
-    "--dnn": "only PyTorch checkpoints are read so far",
-    "--visualize": "feature maps are not drawn so far",
-}
-
-
-TRAIN_EXAMPLES = """Train a detector.
-
-examples:
-  python train.py                                         a small network on built-in drawn data
-  python train.py --data my.yaml --cfg yolov5s.yaml --imgsz 640 --epochs 100
-  python train.py --data my.yaml --weights best.pt        start from a checkpoint
-  python train.py --resume                                go on with the newest stopped run"""
-
-
-VAL_EXAMPLES = """Measure a checkpoint (--weights) on a split of a data set.
-
-examples:
-  python val.py --weights runs/train/exp/weights/best.pt
-  python val.py --weights best.pt --data my.yaml --imgsz 640 --task test"""
-
-
-DETECT_EXAMPLES = """Find objects in images, videos and streams (--source).
-
-examples:
-  python detect.py --weights runs/train/exp/weights/best.pt                 the pictures in data/images
-  python detect.py --weights best.pt --source photo.jpg                     an image or a video
-  python detect.py --weights best.pt --source photos --save-txt --nosave    a folder; text files only
-  python detect.py --weights best.pt --source 'photos/**/*.jpg'             a pattern
-  python detect.py --weights best.pt --source list.txt                      files, one in each line
-  python detect.py --weights best.pt --source 0 --view-img                  a camera by its number
-  python detect.py --weights best.pt --source rtsp://host/stream            or http, https, rtmp
-  python detect.py --weights best.pt --source list.streams                  several of these at once"""
-
-
 AUTOMATIC = -1  # of --batch-size: what fits
 
 
@@ -384,145 +307,6 @@ class DetectConfig:
     line_thickness: int = flag(0, "drawing", "of the boxes in pixels; 0 = in proportion to the image", low=0)
     hide_labels: bool = flag(False, "drawing", "boxes only")
     hide_conf: bool = flag(False, "drawing", "class names without confidences")
-
-
-def parse_train(argv: Sequence[str] | None = None) -> TrainConfig:
-    """Read train.py's command line (sys.argv by default).
-
-    With mistakes in it the process ends with status 2, and all of them on stderr.
-    """
-    return _parse(TrainConfig, argv)
-
-
-def parse_val(argv: Sequence[str] | None = None) -> ValConfig:
-    """Read val.py's command line (sys.argv by default).
-
-    With mistakes in it the process ends with status 2, and all of them on stderr.
-    """
-    return _parse(ValConfig, argv)
-
-
-def parse_detect(argv: Sequence[str] | None = None) -> DetectConfig:
-    """Read detect.py's command line (sys.argv by default).
-
-    With mistakes in it the process ends with status 2, and all of them on stderr.
-    """
-    return _parse(DetectConfig, argv)
-
-
-def _parse(kind: type[Config], argv: Sequence[str] | None) -> Config:
-    try:
-        return build_config(kind, given_flags(kind, argv))
-    except UserError as error:
-        sys.exit(report(error))
-
-
-def seconds_of(time: str) -> float | None:
-    """Read the value of ``--time-limit``.
-
-    Args:
-        time: numbers with units as in 1d12h, 3h30m, 90m, 45s, or as schedulers have it, [D-]HH:MM:SS.
-
-    Returns:
-        Seconds; None for "", no limit.
-
-    Raises:
-        UserError: it is neither, or nothing at all.
-    """
-    if not time:
-        return None
-    units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", time)
-    clock = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", time)
-    found = units or clock
-    parts = found.groups() if found else ()
-    seconds = sum(int(part or 0) * size for part, size in zip(parts, (86400, 3600, 60, 1), strict=False))
-    if not seconds:
-        raise UserError(f"--time-limit is a time such as 90m, 3h30m or 1-12:00:00, not {time!r}")
-    return float(seconds)
-
-
-def build_config(kind: type[Config], given: Mapping[str, Any]) -> Config:
-    """Make a configuration from typed values, by field name; the rest are defaults.
-
-    Raises:
-        UserError: unknown names, or values of a wrong type or out of range.
-    """
-    problems = Problems()
-    names = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for name in given:
-        if name not in names:
-            problems.add(f"{name} is not a setting{nearest(name, names)}")
-    check_values(kind, given, problems)
-    if isinstance(given.get("time_limit"), str):
-        problems.attempt(lambda: seconds_of(given["time_limit"]))
-    problems.raise_if_any()
-    config = kind(**given)
-    if isinstance(config, TrainConfig):
-        if config.weights and "cfg" not in given:
-            config.cfg = ""  # the checkpoint knows its network
-        if config.name == "cfg":
-            config.name = Path(config.cfg or config.weights).stem
-    if isinstance(config, TrainConfig | ValConfig | DetectConfig):
-        _check_run_folder(config.project, config.name, problems)
-        problems.raise_if_any()
-    if isinstance(config, ValConfig):
-        _check_val(config, problems)
-        problems.raise_if_any()
-        if config.task == "speed":  # as objects are looked for, unless said otherwise
-            config.conf_thres = given.get("conf_thres", SPEED_THRESHOLDS[0])
-            config.iou_thres = given.get("iou_thres", SPEED_THRESHOLDS[1])
-    if isinstance(config, DetectConfig):
-        _check_detect(config, problems)
-        problems.raise_if_any()
-    return config
-
-
-def _check_run_folder(project: str, name: str, problems: Problems) -> None:
-    """Refuse a run folder that is not below its project, and names that no file system takes."""
-    inside = os.path.normpath(os.path.join(project, name))
-    if not name.strip() or inside == os.path.normpath(project):
-        problems.add(f"--name {name!r} is no folder of the run's own; leave it out, or give one such as --name test")
-    elif Path(name).is_absolute() or ".." in Path(name).parts:
-        parent, own = os.path.split(inside)
-        problems.add(f"--name {name} leads out of --project {project}; give --project {parent or '.'} --name {own}")
-    for spelling, text in (("--project", project), ("--name", name)):
-        longest = max((len(os.fsencode(part)) for part in Path(text).parts), default=0)
-        if longest > LONGEST_NAME:
-            problems.add(f"{spelling} {text[:20]}...: a name of {longest} bytes; give one of {LONGEST_NAME} at most")
-
-
-def _check_val(config: ValConfig, problems: Problems) -> None:
-    if not config.weights:
-        problems.add("--weights is missing: name the checkpoint to measure")
-    if config.save_conf and not config.save_txt:
-        problems.add("--save-conf adds a column to --save-txt; give that too (--save-json has confidences anyway)")
-    if config.task == "speed" and (config.save_txt or config.save_json):
-        problems.add("--task speed writes no files; leave --save-txt and --save-json out, or use another --task")
-    if config.task == "speed" and config.coco_metrics:
-        problems.add("--task speed scores nothing; leave --coco-metrics out, or use another --task")
-
-
-def _check_detect(config: DetectConfig, problems: Problems) -> None:
-    if not config.weights:
-        problems.add("--weights is missing: name the checkpoint to detect with")
-    if len(config.imgsz) > 2:
-        problems.add(f"--imgsz takes one number, or height and width, not {len(config.imgsz)} numbers")
-    if config.save_conf and not config.save_txt:
-        problems.add("--save-conf adds a column to --save-txt; give that too (--save-csv has confidences anyway)")
-
-
-# ---- configurations as plain data ----
-
-
-def config_to_dict(config: TrainConfig | ValConfig | Hyp) -> dict[str, Any]:
-    """Return a configuration as JSON-able values, for checkpoints and for the run folder."""
-    return {name: _plain(value) for name, value in dataclasses.asdict(config).items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(element) for element in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 if __name__ == "__main__":

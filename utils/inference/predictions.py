@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from models.detector import Detector, build_detector
 from models.families import Family
 from models.yolo import DetectionModel
+from utils.config.build import build_config
 from utils.config.command_line import given_keywords
-from utils.config.flags import DetectConfig, build_config
+from utils.config.flags import DetectConfig
 from utils.core.devices import check_half
 from utils.core.errors import Problems, UserError, nearest
 from utils.core.image_files import dark_doubts, looked_at

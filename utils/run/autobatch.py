@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from models.families import family_of
+from utils.config.build import build_config, config_to_dict
 from utils.config.data_yaml import load_data
-from utils.config.flags import TrainConfig, build_config, config_to_dict
+from utils.config.flags import TrainConfig
 from utils.config.recipe import Hyp, load_hyp
 from utils.config.yaml_files import ROOT
 from utils.core.errors import Problems, UserError

@@ -15,9 +15,9 @@ from utils.data.loaders import share_workers
 from utils.dist.meeting import backend
 from utils.metrics.average_precision import TableRow, format_table
 from utils.run.folder import lockstep_version, script
-from utils.run.inputs import detection_cap
 from utils.run.progress import machine
 from utils.run.state import Run
+from utils.run.val_inputs import detection_cap
 
 
 def say(run: Run) -> None:

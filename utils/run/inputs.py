@@ -1,41 +1,39 @@
-"""What a training or a validation is given: read, checked against each other and the machine before anything is made.
+"""What a training is given: read, checked against each other and the machine before anything is made.
 
 Everything that is wrong comes in one message.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from models.build import check_imgsz, fit_imgsz, freeze, network_spec, start_from, trained_on, with_anchor_count
-from models.families import Family, build_model, build_network, family_of, load_weights
+from models.build import check_imgsz, fit_imgsz, freeze, network_spec, start_from, with_anchor_count
+from models.families import Family, build_network, family_of, load_weights
 from models.memory import check_batch
 from models.yolo import DetectionModel, load_state
 from utils.checkpoints.files import checkpoint_bytes
+from utils.config.build import build_config, config_to_dict
 from utils.config.data_yaml import DataConfig, is_fetched, load_data
-from utils.config.flags import MAX_DET, TrainConfig, ValConfig, build_config, config_to_dict
+from utils.config.flags import TrainConfig
 from utils.config.recipe import Hyp, Recipe, load_recipe
-from utils.config.yaml_files import ROOT
-from utils.core.devices import check_half
-from utils.core.errors import Problems, UserError
+from utils.core.errors import Problems
 from utils.core.heartbeat import Phase, beat
 from utils.core.image_files import depth_doubts
 from utils.core.logging import get_logger
-from utils.data.class_names import Match, check_measurable, check_names
+from utils.data.class_names import check_names
 from utils.data.forks import may_have_children
 from utils.data.index import LabelIndex
-from utils.data.loaders import choose_num_workers, choose_val_batch, share_workers
+from utils.data.loaders import choose_val_batch, share_workers
 from utils.data.report import Problem
 from utils.data.sampler import max_imgsz
 from utils.data.splits import check_same_data, open_splits
 from utils.dist.collectives import all_gather_objects, once, share_problems
 from utils.dist.job_files import shown_weights
-from utils.dist.place import ALONE, DistEnv
+from utils.dist.place import DistEnv
+from utils.run.agreement import check_moved_data, check_same_settings, code_digest, flags_of_all
 from utils.run.callbacks import Callback
 from utils.run.loggers import loggers_from_names
 from utils.run.preflight import check_disk, check_open_files, check_resumed_folder, check_run_folder
@@ -43,6 +41,8 @@ from utils.torch_utils import BatchPlan, split_global_batch
 from utils.training.compilation import check_compiler
 from utils.training.data_parallel import replica_devices
 from utils.training.steps import Precision, choose_precision
+
+MOVED = "; if the data set of the run has moved, name its YAML in the new place with --data"
 
 
 @dataclass(frozen=True)
@@ -174,50 +174,6 @@ def doubts_about_depth(indexes: Mapping[str, LabelIndex], env: DistEnv) -> list[
     return [f"{split}: {doubt}" for split, index in indexes.items() for doubt in depth_doubts(index.path, len(index))]
 
 
-MOVED = "; if the data set of the run has moved, name its YAML in the new place with --data"
-LONGEST = 100  # letters of two values in a message
-# These may be a machine's own. Of files their content has to be the same; weights are read by rank 0 for all.
-MACHINE_FLAGS = {"weights", "data", "cfg", "hyp", "device", "workers", "cache", "project", "name", "dist_timeout"}
-
-
-def flags_of_all(config: TrainConfig | ValConfig) -> dict[str, Any]:
-    """Return the flags that all ranks have to agree on, as they are typed."""
-    values = config_to_dict(config).items()
-    return {f"--{name.replace('_', '-')}": value for name, value in values if name not in MACHINE_FLAGS}
-
-
-def check_same_settings(settings: Mapping[str, Any], env: DistEnv) -> None:
-    """Compare what the ranks were told; machines are started one by one. Collective: every rank must call it.
-
-    Args:
-        settings: plain values by name, the same names on all ranks.
-        env: this rank's place.
-
-    Raises:
-        UserError: names those that differ.
-    """
-    told = all_gather_objects(dict(settings), env)
-    differing = []
-    for name, first in told[0].items():
-        other, rank = next(((its[name], rank) for rank, its in enumerate(told) if its[name] != first), (first, 0))
-        if rank:
-            values = f"{first} on rank 0, {other} on rank {rank}"
-            differing.append(f"{name} ({values if len(values) < LONGEST else f'rank {rank} has another'})")
-    if differing:
-        raise UserError(
-            f"the machines were started with different settings: {', '.join(differing)}; start all with the same flags "
-            "and files"
-        )
-
-
-def code_digest() -> str:
-    """Digest of this program's own code, short enough to be read."""
-    found = hashlib.sha256()
-    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("models/**/*.py"), *ROOT.glob("utils/**/*.py")]):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:12]
-
-
 def read_network(
     config: TrainConfig,
     env: DistEnv,
@@ -301,47 +257,6 @@ def read_labels(
     return problems.attempt(lambda: open_splits(data, splits, env, strict=strict), way_out) or {}
 
 
-def data_facts(indexes: Mapping[str, LabelIndex]) -> dict[str, dict[str, Any]]:
-    """Return what identifies the data of a run; other data would change the schedule and the order of the images.
-
-    The digest is of these very files, that of the labels is the same wherever the data set is.
-    """
-    return {
-        split: {
-            "images": len(index),
-            "instances": index.num_instances,
-            "labels": index.labels_digest(),
-            "digest": index.images_digest,
-        }
-        for split, index in indexes.items()
-    }
-
-
-def check_moved_data(named: str, indexes: Mapping[str, LabelIndex], own: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that a run may go on with the data set in another place: with the same labels, whatever else is new.
-
-    Args:
-        named: by --data.
-        indexes: of that; {} if something is wrong with it.
-        own: what `data_facts` said of the run's. Older runs lack the digest of the labels.
-
-    Raises:
-        UserError: says what differs.
-    """
-    differing = []
-    for split, facts in data_facts(indexes).items():
-        before = own[split]
-        changed = [what for what in ("images", "instances") if facts[what] != before[what]]
-        differing += [f"{facts[what]} {what} in {split} (the run has {before[what]})" for what in changed]
-        if not changed and before.get("labels", facts["labels"]) != facts["labels"]:
-            differing.append(f"other names, sizes or labels in {split}")
-    if differing:
-        raise UserError(
-            f"--resume: --data {named} is not the data set of the run: {', '.join(differing)}; name a copy of that, or "
-            "start a new run with --weights"
-        )
-
-
 def check_machine(
     config: TrainConfig,
     raw_model: DetectionModel,
@@ -385,105 +300,3 @@ def checkpoints_bytes(raw_model: DetectionModel, config: TrainConfig) -> int:
     one = checkpoint_bytes(raw_model.state_dict()) * (2 + moments)
     kept = config.epochs // config.save_period if config.save_period > 0 else 0
     return one * (4 + kept)
-
-
-@dataclass(frozen=True)
-class ValInputs:
-    """What a validation starts from; all parts fit together."""
-
-    data: DataConfig
-    model: DetectionModel  # on its device, in evaluation mode
-    family: Family
-    imgsz: int
-    index: LabelIndex
-    findings: list[Problem]  # on the names of the classes
-
-
-def read_classes(
-    config: ValConfig, env: DistEnv, problems: Problems
-) -> tuple[Mapping[str, Any] | None, DataConfig | None, Match | None, list[Problem]]:
-    """Read weights and the YAML of a data set, and see whether their classes are the same. Collective.
-
-    Args:
-        config: every flag.
-        env: this rank's place.
-        problems: where mistakes go.
-
-    Returns:
-        The weights, the data set, which of their classes is which, and what is to be said of that.
-    """
-    shown = shown_weights(config.weights)
-    checkpoint = problems.attempt(lambda: load_weights(Path(config.weights), env, "--weights"))
-    name = config.data
-    if not name and checkpoint is not None:
-        name = problems.attempt(lambda: trained_on(checkpoint, config.weights)) or ""
-    data = None
-    if name:
-        data = problems.attempt(lambda: load_data(name, config.single_cls, config.allow_download_script))
-    if checkpoint is None or data is None or config.single_cls or "names" not in checkpoint:
-        return checkpoint, data, None, []
-    known, names = checkpoint["names"], data.names
-    checked = problems.attempt(lambda: check_measurable(known, names, data.path, shown, config.strict))
-    return checkpoint, data, *(checked or (None, []))
-
-
-def check_classes(config: ValConfig) -> None:
-    """Find out in the process that is to start ranks whether weights and data set fit together.
-
-    Raises:
-        UserError: they can't be read, or not be scored.
-    """
-    problems = Problems()
-    read_classes(config, ALONE, problems)
-    problems.raise_if_any()
-
-
-def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
-    """Read and check what a validation is given. Collective: every rank must call it.
-
-    Raises:
-        UserError: lists what is wrong with data, labels, weights, image size and the run folder.
-    """
-    check_same_settings(flags_of_all(config), env)
-    problems = Problems()
-    run_dir = Path(config.project, config.name)
-    if env.is_main_process:
-        problems.attempt(lambda: check_run_folder(run_dir, config.exist_ok))
-    problems.attempt(lambda: check_half(config.half, env.device))
-    checkpoint, data, match, findings = read_classes(config, env, problems)
-    loaded = None
-    if checkpoint is not None:
-        loaded = problems.attempt(lambda: build_model(checkpoint, Path(config.weights), env, "--weights"))
-    if loaded is not None:
-        model, family, trained_at = loaded
-        problems.attempt(lambda: check_imgsz(config.imgsz or trained_at, model))
-        if match is not None:
-            model.detect.reorder_classes(match.order)
-    processes = choose_num_workers(config.workers, env.local_world_size, config.batch_size)
-    check_loading(config.workers, processes, problems)
-    indexes = read_labels(data, [config.split], config.strict, env, problems)
-    share_problems(problems, env)
-    check_same_data(indexes, env)
-    assert data is not None
-    imgsz = fit_imgsz(config.imgsz or trained_at, model)
-    if not config.data:
-        get_logger().info(f"data        {data.path}, what the weights were trained on (--data)")
-    for doubt in [*data.doubts, *findings, *doubts_about_depth(indexes, env)]:
-        get_logger().warning(doubt)
-    return ValInputs(data, model, family, imgsz, indexes[config.split], findings)
-
-
-def detection_cap(asked: int, index: LabelIndex) -> int:
-    """Return how many detections of an image are kept.
-
-    Args:
-        asked: so many; 0 = 300, or twice the labels of the densest image where these are more. With just as many the
-            places of unsure but right ones would be taken by wrong ones.
-        index: of the split.
-    """
-    return asked or max(MAX_DET, 2 * most_labels(index))
-
-
-def most_labels(index: LabelIndex) -> int:
-    """Return the labels of the densest image of a split."""
-    return int(np.diff(index.offsets).max(initial=0))

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from utils.checkpoints.files import load_checkpoint
+from utils.config.build import build_config
 from utils.config.data_yaml import build_train_config
-from utils.config.flags import AUTOMATIC, TrainConfig, build_config
+from utils.config.flags import AUTOMATIC, TrainConfig
 from utils.core.errors import UserError
 from utils.run.folder import DESCRIPTION, find_resumable, is_finished
 from utils.torch_utils import load_newest

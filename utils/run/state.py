@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from models.build import choose_sync_bn
 from utils.checkpoints.writer import CheckpointWriter
-from utils.config.flags import TrainConfig, config_to_dict, seconds_of
+from utils.config.build import config_to_dict, seconds_of
+from utils.config.flags import TrainConfig
 from utils.core.errors import UserError
 from utils.core.logging import get_logger
 from utils.core.seeds import rng_state, set_rng_state
@@ -23,9 +24,10 @@ from utils.data.loaders import choose_val_batch
 from utils.data.report import Problem, ScanReport, write_report
 from utils.dist.ballot import Ballot
 from utils.dist.place import DistEnv
+from utils.run.agreement import data_facts
 from utils.run.callbacks import Callback, Callbacks
 from utils.run.folder import check_claim, versions, write_description
-from utils.run.inputs import TrainInputs, data_facts
+from utils.run.inputs import TrainInputs
 from utils.run.notes import Notes
 from utils.run.plots import Plots
 from utils.torch_utils import ModelEMA
