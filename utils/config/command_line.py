@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field
 from typing import Any, NoReturn, get_args
 
-from utils.core.errors import Problems, UserError, nearest
+from utils.core.errors import Problems, UserError, nearest, note_output, run_cli
 
 TYPE_WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -128,6 +128,17 @@ def flags_page(kinds: Iterable[type[Any]]) -> str:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(message.removeprefix("argument "))
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help page; argparse would not tell whether that was possible."""
+        try:
+            print(self.format_help(), end="", file=file, flush=True)
+        except OSError as error:
+            note_output(error)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End behind the help page, of which a pipe may have taken the first lines only."""
+        run_cli(lambda: status)
 
 
 class _Remembering(argparse.Action):

@@ -185,7 +185,7 @@ def report(error: UserError) -> int:
     Where a launcher started several processes on this machine, its first one speaks; see `await_turn`.
     """
     await_turn()
-    print(f"error: {error}", file=sys.stderr)
+    say_on_stderr(f"error: {error}")
     return USER_ERROR
 
 
@@ -205,14 +205,14 @@ def ended_by(stop: BaseException) -> int:
         return report(stop)
     if isinstance(stop, LATE_ERRORS):
         if first_of_machine() or isinstance(stop, LostDataError):
-            print(f"error: {stop}", file=sys.stderr)
+            say_on_stderr(f"error: {stop}")
         return NO_PROGRESS if isinstance(stop, DivergedError) else 1
     if not isinstance(stop, KeyboardInterrupt):
         raise stop
     by, status = (stop.by, stop.status) if isinstance(stop, Stopped) else ("Ctrl-C", 130)
     if first_of_machine():
         behind = "\n" if sys.stderr.isatty() else ""  # ^C, or a progress bar that was left open
-        print(f"{behind}stopped by {by}", *stop.args, sep="\n", file=sys.stderr)
+        say_on_stderr(f"{behind}stopped by {by}", *stop.args)
     return status
 
 
@@ -231,17 +231,69 @@ def run_cli(main: Callable[[], int | None]) -> NoReturn:
     """Run a script's main function and leave the process with its status; see `ended_by`."""
     try:
         status = main()
+        check_output()
     except ENDS as stop:
         status = ended_by(stop)
     except LostPeerError as error:  # of a task of srun
-        print(f"error: {error}", file=sys.stderr)
+        say_on_stderr(f"error: {error}")
         status = 1
+    flush_output()
     sys.exit(status)
 
 
 def leave(status: int) -> NoReturn:
     """End the process without taking the interpreter down; what was printed is out."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BrokenPipeError):  # nobody reads it any more
-            stream.flush()
+    flush_output()
     os._exit(status)
+
+
+# Output that nobody takes ---------------------------------------------------------------------------------------------
+
+
+class _Output:
+    """Tells whether all that was said could be.
+
+    Attributes:
+        trouble: why stdout did not take something; "" if it did, or if its reader has gone and wants no more.
+    """
+
+    trouble = ""
+
+
+def say_on_stderr(*lines: str) -> None:
+    """Print lines for people, or do without where nobody reads them any more or no disk takes them."""
+    with contextlib.suppress(OSError, ValueError):
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+
+def note_output(error: OSError | ValueError) -> bool:
+    """Note that stdout did not take something, and return whether this is new; see `check_output`."""
+    known = _Output.trouble
+    if not known and not isinstance(error, BrokenPipeError | ValueError):  # ValueError: closed by the caller
+        _Output.trouble = error.strerror or str(error)
+    return _Output.trouble != known
+
+
+def flush_output() -> None:
+    """Write out what is still to be written; what can't be is forgotten, for Python would try again as it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError) as error:
+            if stream is sys.stdout:
+                note_output(error)
+            with contextlib.suppress(OSError, ValueError):  # as Python's documentation has it for SIGPIPE
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except AttributeError:  # None: closed by whoever started this process
+            continue
+
+
+def check_output() -> None:
+    """Check that all that was said could be.
+
+    Raises:
+        NotWrittenError: stdout did not take all of it.
+    """
+    flush_output()
+    if _Output.trouble:
+        raise NotWrittenError(f"stdout did not take all that was said ({_Output.trouble}); all files are written")

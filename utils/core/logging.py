@@ -14,19 +14,24 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from utils.core.errors import note_output, say_on_stderr
+
 
 class _Handler(logging.Handler):
     """Writes to the stdout of the moment, above a progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if sys.stdout is None:  # closed by whoever started this process
+            return
         prefix = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         try:
             line = (prefix + self.format(record)).encode(encoding, "backslashreplace").decode(encoding)
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
-        except (OSError, ValueError):  # stdout is closed or its disk full: no reason to end a training run
-            self.handleError(record)
+        except (OSError, ValueError) as error:  # closed, or its disk full: no reason to end a training run
+            if note_output(error):
+                say_on_stderr(f"WARNING: stdout can't be written ({error}); the work goes on")
 
 
 def get_logger(rank: int | None = None) -> logging.Logger:

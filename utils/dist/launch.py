@@ -38,8 +38,11 @@ from utils.core.errors import (
     LostPeerError,
     NotWrittenError,
     Stopped,
+    check_output,
     ended_by,
+    flush_output,
     leave,
+    say_on_stderr,
 )
 from utils.core.heartbeat import STALLED
 from utils.core.signals import BEGAN, OURS, STARTED
@@ -309,7 +312,9 @@ def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
 
     def ended() -> int | None:  # inside of the record: what needs no traceback leaves none
         try:
-            return main()
+            status = main()
+            check_output()
+            return status
         except ENDS as stop:
             if isinstance(stop, Stopped) and not stop.args and OURS in os.environ:
                 return stop.status  # the launcher tells why it ended its workers
@@ -351,7 +356,7 @@ def _say_once(error: Exception) -> None:
     What the first worker of the machine meets as well, at about the same time, is left to that one.
     """
     if isinstance(error, LostPeerError):
-        print(f"error: {error}", file=sys.stderr)
+        say_on_stderr(f"error: {error}")
         return
     own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     text = _last_line("".join(traceback.format_exception_only(error)))
@@ -408,7 +413,7 @@ def orphaned(parent: int) -> bool:
 
 def say(failure: Failure | None) -> int:
     """Print on stderr how a launch failed, if it did, and return the exit status for it."""
-    sys.stdout.flush()
+    flush_output()
     if failure and failure.text:
-        print(f"\n{failure.text}", file=sys.stderr, flush=True)  # a progress bar may have left its line open
+        say_on_stderr(f"\n{failure.text}")  # a progress bar may have left its line open
     return failure.status if failure else 0

@@ -4,7 +4,6 @@ import gc
 import itertools
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group, which its default arguments would hold for good
 from torch.distributed.rendezvous import rendezvous
 
-from utils.core.errors import UserError
+from utils.core.errors import UserError, say_on_stderr
 from utils.core.logging import get_logger
 from utils.core.signals import stops_need_no_python
 from utils.dist.collectives import _board, _machine_group, all_gather_objects
@@ -133,11 +132,7 @@ def _wait_told(env: DistEnv) -> Iterator[None]:
     def tell() -> None:
         while not over.wait(WAIT_LINE):
             waited = f"{time.monotonic() - began:.0f} s"
-            print(
-                f"rank {env.rank} of {env.world_size} has waited {waited} for {whom} at {where}",
-                file=sys.stderr,
-                flush=True,
-            )
+            say_on_stderr(f"rank {env.rank} of {env.world_size} has waited {waited} for {whom} at {where}")
 
     if env.local_rank == 0 and env.local_world_size < env.world_size:  # on one machine nobody is far
         Thread(target=tell, daemon=True).start()

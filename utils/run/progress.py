@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from utils.core.devices import memory_usage
+from utils.core.errors import say_on_stderr
 from utils.core.wording import duration
 from utils.dist.place import DistEnv
 from utils.dist.stalls import WORTH_SAYING
@@ -152,7 +153,7 @@ class EpochProgress:
         self._draw(parts)
         if self.plain and (self.done == self.batches or now - self.printed >= PLAIN_EVERY):
             share = f"{self.done / self.batches:4.0%} {self.done}/{self.batches}"
-            print(f"{self.title} {share}, {fit(parts, sys.maxsize)}", file=sys.stderr, flush=True)
+            say_on_stderr(f"{self.title} {share}, {fit(parts, sys.maxsize)}")
             self.printed = now
         self.shown, self.shown_images, self.waited = now, self.images, waited
 
