@@ -14,19 +14,13 @@ from own_packages import check_packages
 
 check_packages()
 
-import codecs
-import contextlib
-import os
-import random
 import shutil
 import signal
-import subprocess
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, NoReturn, TextIO, overload
+from typing import Any, Literal, NoReturn, overload
 
-import numpy as np
 import torch
 
 import train
@@ -38,7 +32,8 @@ from utils.config.command_line import given_keywords
 from utils.config.flags import TrainConfig, ValConfig
 from utils.config.yaml_files import ROOT, find_yaml, load_yaml
 from utils.core.errors import RESUMABLE, USER_ERROR, Stopped, UserError, await_turn, run_cli
-from utils.core.signals import CTRL_C, interrupts_held
+from utils.core.seeds import choices_kept
+from utils.core.signals import CTRL_C
 from utils.dist.collectives import broadcast_object
 from utils.dist.job_files import (
     MISTAKE,
@@ -53,7 +48,8 @@ from utils.dist.job_files import (
     write_job,
     write_outcome,
 )
-from utils.dist.launch import GRACE, as_worker, end_with_parent, launch, orphaned, variables_kept, worker_devices
+from utils.dist.job_launcher import wait_for_workers
+from utils.dist.launch import as_worker, end_with_parent, launch, orphaned, variables_kept, worker_devices
 from utils.dist.place import ALONE, DistEnv, dist_env, rank_device
 from utils.inference.predictions import Prediction, predict, predict_config
 from utils.metrics.average_precision import fitness
@@ -68,7 +64,6 @@ __all__ = ["STOP", "YOLO", "Callback", "Results", "Stopped", "TrainingError", "U
 RESULTS = "results.json"
 # How other processes get here; not as a script, for in a worker the caller's may have to be __main__.
 START = ("-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); from lockstep import work; work()")
-PATIENCE = GRACE + 15  # seconds that an interrupted call waits for its launcher, which waits for the workers
 STOPPED = "stopped.json"
 
 
@@ -174,7 +169,7 @@ class YOLO:
         refuse_to_recurse()
         check_callbacks(callbacks)
         given = given_keywords(TrainConfig, flags)
-        with job_folder() as folder, _settings_kept():
+        with job_folder() as folder, variables_kept(), choices_kept():
             if not given.get("resume"):
                 given = {**self._start(folder, given), **given}
             env = dist_env()
@@ -205,7 +200,7 @@ class YOLO:
             TrainingError: a worker process failed.
         """
         given = given_keywords(ValConfig, flags)
-        with job_folder() as folder, _settings_kept():
+        with job_folder() as folder, variables_kept(), choices_kept():
             given = {**self._start(folder, given), **given}
             given.pop("cfg", None)
             config, env = build_config(ValConfig, given), dist_env()
@@ -285,21 +280,17 @@ def _train_here(
     env: DistEnv,
 ) -> Results:
     """Train as one of the ranks, maybe the only one. Collective."""
-    done = train.train(given, config, resumed, env, callbacks, may_be_ended=env.launched)
-    plain = None
-    if env.is_main_process:
-        plain = Results(done.run_dir, [row._asdict() for row in done.rows])
-    shared = broadcast_object(plain, env)
-    assert shared is not None
-    return shared
+    return _shared(train.train(given, config, resumed, env, callbacks, may_be_ended=env.launched), env)
 
 
 def _val_here(config: ValConfig, env: DistEnv) -> Results:
     """Validate as one of the ranks, maybe the only one. Collective."""
-    done = val.run(config, env)
-    plain = None
-    if env.is_main_process:
-        plain = Results(done.run_dir, [row._asdict() for row in done.rows])
+    return _shared(val.run(config, env), env)
+
+
+def _shared(done: train.Results | val.Results, env: DistEnv) -> Results:
+    """Hand rank 0's results to all ranks. Collective."""
+    plain = Results(done.run_dir, [row._asdict() for row in done.rows]) if env.is_main_process else None
     shared = broadcast_object(plain, env)
     assert shared is not None
     return shared
@@ -309,7 +300,7 @@ def _in_workers(folder: Path, method: str, given: Mapping[str, Any], callbacks: 
     """Run a method in worker processes, started by a child of this one: a launcher takes over a process's signals."""
     variables = write_job(folder, method, given, callbacks)
     try:
-        status = _wait_for_workers(folder, variables)
+        status = wait_for_workers([*START, str(folder)], variables)
     except KeyboardInterrupt:
         if stopped := read_outcome(folder, STOPPED):
             raise Stopped(CTRL_C, RESUMABLE, stopped["lines"]) from None
@@ -325,93 +316,6 @@ def _in_workers(folder: Path, method: str, given: Mapping[str, Any], callbacks: 
         text = outcome["text"] if outcome else ""
         raise TrainingError(text or f"the launcher of the workers ended with status {status}")
     return Results(Path(found["run_dir"]), found["rows"])
-
-
-def _wait_for_workers(folder: Path, variables: Mapping[str, str]) -> int:
-    """Start the launcher of a job and return its exit status; it has ended, with its workers, however this returns."""
-    shown = _is_real(sys.stdout)
-    with contextlib.ExitStack() as stack:
-        with interrupts_held():
-            child = subprocess.Popen(
-                [sys.executable, *START, str(folder)],
-                env=os.environ | variables,
-                stdout=None if shown else subprocess.PIPE,
-                stderr=None if shown else subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches it through us: once, also from a notebook
-            )
-            stack.callback(_end, child)
-        if child.stdout is not None:
-            _relay(child.stdout)
-        return child.wait()
-
-
-def _end(child: "subprocess.Popen[bytes]") -> None:
-    """End a launcher and its workers if they still run: as Ctrl-C does, or at once if that is too slow."""
-    try:
-        if child.poll() is None:
-            child.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(PATIENCE)
-    finally:  # a second Ctrl-C comes here without waiting
-        if child.poll() is None:
-            child.kill()  # its workers end with it
-            child.wait()
-        if child.stdout is not None:
-            child.stdout.close()
-
-
-def _is_real(stream: TextIO) -> bool:
-    """Whether a stream is the process's own output, which children write to as well; in a notebook it is not."""
-    try:
-        return stream is sys.__stdout__ and bool(stream.fileno() == 1)
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def _relay(pipe: IO[bytes]) -> None:
-    """Copy a child's output to this process's as it comes."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    while chunk := os.read(pipe.fileno(), 1 << 16):
-        sys.stdout.write(decoder.decode(chunk))
-        sys.stdout.flush()
-
-
-@contextlib.contextmanager
-def _settings_kept() -> Iterator[None]:
-    """Put back what a run sets for its whole process: variables, random numbers, torch's choice of kernels."""
-    python, numpy_state = random.getstate(), np.random.get_state()
-    torch_state, repeatable = torch.get_rng_state(), torch.get_deterministic_debug_mode()
-    cudnn = torch.backends.cudnn.deterministic
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    try:
-        with variables_kept(), _gpus_kept():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
-        torch.set_deterministic_debug_mode(repeatable)
-        torch.backends.cudnn.deterministic = cudnn
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _gpus_kept() -> Iterator[None]:
-    """Put back the random numbers of GPUs, and which of them is the current one; GPUs that nobody uses stay unused."""
-    used, seed = torch.cuda.is_initialized(), torch.initial_seed()
-    states, current = (torch.cuda.get_rng_state_all(), torch.cuda.current_device()) if used else ([], 0)
-    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
-    try:
-        yield
-    finally:
-        if torch.cuda.is_initialized():
-            torch.cuda.set_device(current)
-        if used:
-            torch.cuda.set_rng_state_all(states)
-        else:
-            torch.cuda.manual_seed_all(seed)  # at their first use, as `torch.manual_seed` has it
-        if mps is not None:
-            torch.mps.set_rng_state(mps)
 
 
 def work() -> NoReturn:

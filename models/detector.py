@@ -18,6 +18,8 @@ from utils.config.flags import DetectConfig
 from utils.core.devices import time_on
 from utils.core.errors import Problems, UserError
 from utils.core.logging import get_logger
+from utils.core.wording import first_of
+from utils.data.class_names import is_unnamed, same_names
 from utils.data.resizing import letterbox
 from utils.metrics.boxes import scale_boxes
 
@@ -176,9 +178,9 @@ def take_names(model: DetectionModel, config: DetectConfig) -> None:
         UserError: the data set can't be read, or has another number of classes than weights without names.
     """
     names = load_data(config.data).names
-    if names == model.names:
+    if same_names(names, model.names):
         return
-    nameless = model.names == [str(class_id) for class_id in range(model.num_classes)]
+    nameless = is_unnamed(model.names)
     if nameless and len(names) != model.num_classes:
         raise UserError(
             f"--data {config.data} names {len(names)} classes, but {config.weights} knows {model.num_classes}; "
@@ -188,10 +190,6 @@ def take_names(model: DetectionModel, config: DetectConfig) -> None:
         model.names = names
     else:
         get_logger().warning(
-            f"--data {config.data} has other class names than {config.weights}: {_first_names(names)} in place of "
-            f"{_first_names(model.names)}; those of the weights are used"
+            f"--data {config.data} has other class names than {config.weights}: {first_of(names, SHOWN_NAMES)} in "
+            f"place of {first_of(model.names, SHOWN_NAMES)}; those of the weights are used"
         )
-
-
-def _first_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")

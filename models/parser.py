@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from models.common import C3, SPP, SPPF, Bottleneck, Concat, Conv
 from models.head import Detect
 from utils.core.errors import UserError
+from utils.core.wording import shown
 
 PROBE_SIDE = 256
 """Side in pixels of the image that rows are tried on: a multiple of every stride up to 256."""
@@ -164,14 +165,14 @@ def check_keys(spec: Mapping[str, Any]) -> None:
             raise UserError(f"model YAML: the key '{key}' is missing")
     for key in spec:
         if key not in known:
-            raise UserError(f"model YAML: unknown key {_shown(str(key))}{_nearest(str(key), known)}")
+            raise UserError(f"model YAML: unknown key {shown(str(key))}{_nearest(str(key), known)}")
     for key in ("depth_multiple", "width_multiple"):
         if not _is_positive(spec[key]):
-            raise UserError(f"model YAML: '{key}' is {_shown(spec[key])}; give a positive number")
+            raise UserError(f"model YAML: '{key}' is {shown(spec[key])}; give a positive number")
     for key in ("nc", "channel_multiple"):
         if key in spec and not (type(spec[key]) is int and 0 < spec[key] <= LARGEST_NUMBER):
             wanted = f"a positive whole number up to {LARGEST_NUMBER}"
-            raise UserError(f"model YAML: '{key}' is {_shown(spec[key])}; give {wanted}")
+            raise UserError(f"model YAML: '{key}' is {shown(spec[key])}; give {wanted}")
     for key in ("backbone", "head"):
         if not isinstance(spec[key], list) or not spec[key]:
             raise UserError(f"model YAML: '{key}' must be a list of rows [from, repeats, module, arguments]")
@@ -193,7 +194,7 @@ def read_row(where: str, content: Any, index: int, spec: Mapping[str, Any], num_
         UserError: names the row.
     """
     if not (isinstance(content, list) and [type(one) for one in content[2:]] == [str, list]):
-        raise UserError(f"{where}: {_shown(content)} is not of the form [from, repeats, module, [arguments]]")
+        raise UserError(f"{where}: {shown(content)} is not of the form [from, repeats, module, [arguments]]")
     source, repeats, name, given = content
     where = f"{where} ({name[:LONGEST_SHOWN]})"
     if name not in KINDS:
@@ -201,7 +202,7 @@ def read_row(where: str, content: Any, index: int, spec: Mapping[str, Any], num_
     kind = KINDS[name]
     if type(repeats) is not int or repeats < 1 or (repeats > 1 and kind.repeats == "once"):
         wanted = "1" if kind.repeats == "once" else "a whole number from 1"
-        raise UserError(f"{where}: repeats is {_shown(repeats)}; it must be {wanted}")
+        raise UserError(f"{where}: repeats is {shown(repeats)}; it must be {wanted}")
     if repeats > 1:
         repeats = max(round(min(repeats, LARGEST_NUMBER) * min(spec["depth_multiple"], LARGEST_NUMBER)), 1)
     if repeats > MOST_REPEATS:
@@ -248,11 +249,6 @@ def _is_positive(value: Any) -> bool:
     return type(value) in NUMBER and 0 < value < 1e9
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
-
-
 def _check_anchors(levels: Any) -> None:
     """Raise a UserError unless anchors are a number per level, or lists of one length of widths and heights."""
     if type(levels) is int and 0 < levels <= MOST_ITEMS:
@@ -264,7 +260,7 @@ def _check_anchors(levels: Any) -> None:
         )
     for number, level in enumerate(levels):
         if not level or len(level) % 2 or not all(_is_positive(side) for side in level):
-            text = _shown(level)
+            text = shown(level)
             raise UserError(f"model YAML, anchors row {number}: {text} is not a list of widths and heights in pixels")
         if len(level) > MOST_ITEMS:
             raise UserError(f"model YAML, anchors row {number}: {len(level)} numbers, more than {MOST_ITEMS}")
@@ -275,7 +271,7 @@ def _check_anchors(levels: Any) -> None:
 def _check_channels(channels: Any) -> None:
     if channels != CHANNELS:
         raise UserError(
-            f"model YAML: 'ch' is {_shown(channels)}, but images are read with {CHANNELS} channels, gray ones too; "
+            f"model YAML: 'ch' is {shown(channels)}, but images are read with {CHANNELS} channels, gray ones too; "
             "leave the key out"
         )
 
@@ -289,7 +285,7 @@ def _check_arguments(where: str, kind: Kind, args: Sequence[Any]) -> None:
     for (name, types), value in zip(kind.arguments.items(), args, strict=False):
         if type(value) not in types:
             wanted = " or ".join("None" if one is NONE else one.__name__ for one in types)
-            raise UserError(f"{where}: its argument '{name}' is {_shown(value)}; it must be {wanted}")
+            raise UserError(f"{where}: its argument '{name}' is {shown(value)}; it must be {wanted}")
         lowest = 0 if name in MAY_BE_ZERO else 1
         if type(value) is int and value < lowest:
             raise UserError(f"{where}: its argument '{name}' is {value}; it must be at least {lowest}")
@@ -304,16 +300,16 @@ def _check_sizes(where: str, name: str, value: Any) -> None:
     if len(values) > MOST_ITEMS:
         raise UserError(f"{where}: its argument '{name}' has {len(values)} items, more than {MOST_ITEMS}")
     if isinstance(value, list) and any(type(one) is not int for one in values):
-        raise UserError(f"{where}: its argument '{name}' is {_shown(value)}; it must be a list of whole numbers")
+        raise UserError(f"{where}: its argument '{name}' is {shown(value)}; it must be a list of whole numbers")
     if any(type(one) in NUMBER and not abs(one) <= LARGEST_NUMBER for one in values):
-        raise UserError(f"{where}: its argument '{name}' is {_shown(value)}; it must be at most {LARGEST_NUMBER}")
+        raise UserError(f"{where}: its argument '{name}' is {shown(value)}; it must be at most {LARGEST_NUMBER}")
 
 
 def _resolve(where: str, source: Any, index: int, kind: Kind) -> tuple[int, ...]:
     """Turn "from" into absolute row numbers; -1 is the image, read by the first row."""
     given = source if isinstance(source, list) else [source]
     if not given or any(type(one) is not int for one in given):
-        text = _shown(source)
+        text = shown(source)
         raise UserError(f"{where}: from is {text}; it must be the number of a row, or a list of such numbers")
     if len(given) > 1 and not kind.joins:
         raise UserError(f"{where}: it reads one row, but from lists {len(given)}")
@@ -396,12 +392,12 @@ def _probe(row: Row, layer: nn.Module, inputs: Sequence[Tensor]) -> Any:
 
 def _cannot_be_built(row: Row, error: Exception) -> UserError:
     reason = (str(error) or type(error).__name__).splitlines()[0][:300]
-    return UserError(f"{row.where}: it can't be built with the arguments {_shown(row.args)}: {reason}")
+    return UserError(f"{row.where}: it can't be built with the arguments {shown(row.args)}: {reason}")
 
 
 def _set_activation(network: nn.Module, name: Any) -> None:
     if str(name) not in ACTIVATIONS:
-        raise UserError(f"model YAML: 'activation' is {_shown(name)}; known: {', '.join(ACTIVATIONS)}")
+        raise UserError(f"model YAML: 'activation' is {shown(name)}; known: {', '.join(ACTIVATIONS)}")
     for module in network.modules():
         if isinstance(module, Conv):
             module.act = ACTIVATIONS[name]()

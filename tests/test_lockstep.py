@@ -21,8 +21,7 @@ import pytest
 import torch
 import yaml
 
-import lockstep
-from lockstep import START, YOLO, _settings_kept
+from lockstep import START, YOLO
 from models import families
 from tests.callback_runs import Failing
 from tests.common import PROJECT
@@ -33,6 +32,7 @@ from tests.test_detect import checkpoint
 from utils.config.command_line import given_keywords
 from utils.config.flags import TrainConfig
 from utils.core.errors import UserError
+from utils.core.seeds import choices_kept
 from utils.dist.job_files import JOB, job_folder, read_job, write_job
 from utils.run.callbacks import Callback
 from utils.torch_utils import load_checkpoint, save_checkpoint
@@ -480,7 +480,7 @@ def test_interrupted_at_once(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
             super().__init__(*args, **kwargs)
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(lockstep.subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.monotonic()
     try:
@@ -564,7 +564,7 @@ def test_family_that_cannot_be_launched(tmp_path: Path, monkeypatch: pytest.Monk
     """L12: from Python too; no process is started, and nothing trains on one device."""
     alone_only = dataclasses.replace(families.YOLOV5, name="alone_only", launchable=False)
     monkeypatch.setitem(families.FAMILIES, alone_only.name, alone_only)
-    monkeypatch.setattr(lockstep.subprocess, "Popen", None)
+    monkeypatch.setattr(subprocess, "Popen", None)
     spec = {**yaml.safe_load((PROJECT / "models/yolov5n.yaml").read_text()), "family": alone_only.name}
     (tmp_path / "net.yaml").write_text(yaml.safe_dump(spec))
     weights = checkpoint(tmp_path / "net.pt", None, ["a", "b"], 64)
@@ -616,7 +616,7 @@ def test_callbacks_that_cannot_travel(
             started.append(args)
             raise OSError("no process today")
 
-    monkeypatch.setattr(lockstep.subprocess, "Popen", Refused)
+    monkeypatch.setattr(subprocess, "Popen", Refused)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     call = {"data": "none.yaml", "device": "cpu,cpu", "callbacks": [make()]}
     if not says:
@@ -699,6 +699,6 @@ def test_gpus_are_as_before(used: bool, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda states: gpus.update(numbers=states))
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: gpus.update(numbers=[seed] * 2))
     seed = torch.initial_seed()
-    with _settings_kept():
+    with choices_kept():
         gpus.update(used=True, current=1 - int(used), numbers=[0, 0])
     assert gpus == {"used": True, "current": int(used), "numbers": [10, 11] if used else [seed] * 2}

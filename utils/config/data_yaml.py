@@ -18,11 +18,11 @@ from utils.config.flags import SPLITS, TrainConfig
 from utils.config.yaml_files import ROOT, find_yaml, load_yaml, yaml_word
 from utils.core.caches import cache_folder, may_be_made
 from utils.core.errors import Problems, UserError, nearest
+from utils.core.wording import shown
 
 GENERATORS = ("shapes",)
 CONVERTERS = ("coco", "voc")  # of annotations in other formats, see `utils.data.conversion`
 TEXT_KEYS = ("path", "train", "val", "test", "names", "download")  # a class may be called 1.10, and a folder 2024
-LONGEST_SHOWN = 100  # letters of a value in a message
 BOX_COLUMNS = 5  # class cx cy w h
 MOST_COLUMNS = 10_000
 _DATA_KEYS = (
@@ -123,7 +123,7 @@ def load_data(name: str | Path, single_cls: bool = False, allow_script: bool = F
     download, script = _downloads(content.get("download"), problems)
     columns = _columns(content, problems)
     if type(content.get("nc", 0)) is not int:
-        problems.add(f"nc takes a whole number, not {_shown(content['nc'])}; it can be left out")
+        problems.add(f"nc takes a whole number, not {shown(content['nc'])}; it can be left out")
     elif "nc" in content and names and content["nc"] != len(names):
         problems.add(f"nc says {content['nc']} classes, names lists {len(names)}; nc can be left out")
     problems.raise_if_any(str(path))
@@ -192,14 +192,9 @@ def _check_data_keys(content: Mapping[Any, Any], problems: Problems) -> None:
     for key, known in (("generator", GENERATORS), ("converter", CONVERTERS)):
         if content.get(key) not in (None, *known):
             hint = nearest(content[key], known)
-            problems.add(f"{key} is {' or '.join(known)}, not {_shown(content[key])}{hint}")
+            problems.add(f"{key} is {' or '.join(known)}, not {shown(content[key])}{hint}")
     if not isinstance(content.get("path"), str | None):
         problems.add(f"path takes a text, not {yaml_word(content['path'])}")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def _downloads(value: Any, problems: Problems) -> tuple[list[str], str]:
@@ -208,14 +203,14 @@ def _downloads(value: Any, problems: Problems) -> tuple[list[str], str]:
         return [], ""
     words = value if isinstance(value, list) else [value]
     if not all(isinstance(word, str) and word.strip() for word in words):
-        problems.add(f"download takes an address, a list of addresses, or a script, not {_shown(value)}")
+        problems.add(f"download takes an address, a list of addresses, or a script, not {shown(value)}")
         return [], ""
     words = [word.strip() for word in words]
     if not isinstance(value, list) and not re.fullmatch(r"[A-Za-z][\w+.-]*://\S*", words[0]):
         return [], value
     for word in words:
         if not re.match(r"https?://[^/\s]+/\S*$", word, re.IGNORECASE) or not _has_host(word):
-            problems.add(f"download: {_shown(word)} is not an address of a file, https://HOST/FILE")
+            problems.add(f"download: {shown(word)} is not an address of a file, https://HOST/FILE")
     return words, ""
 
 
@@ -237,12 +232,12 @@ def _columns(content: Mapping[Any, Any], problems: Problems) -> int:
             or keypoints[1] not in (2, 3)
             or not 0 < keypoints[0] < MOST_COLUMNS
         ):
-            problems.add(f"kpt_shape takes the number of keypoints and 2 or 3, as in [17, 3], not {_shown(keypoints)}")
+            problems.add(f"kpt_shape takes the number of keypoints and 2 or 3, as in [17, 3], not {shown(keypoints)}")
             return 0
         found = BOX_COLUMNS + keypoints[0] * keypoints[1]
     if columns is not None:
         if type(columns) is not int or not BOX_COLUMNS <= columns <= MOST_COLUMNS:
-            problems.add(f"columns takes the number of columns in the row of a box, 5 or more, not {_shown(columns)}")
+            problems.add(f"columns takes the number of columns in the row of a box, 5 or more, not {shown(columns)}")
             return 0
         if found and columns != found:
             problems.add(f"columns says {columns}, kpt_shape means {found}; leave one of them out")
@@ -293,7 +288,7 @@ def _tidy(path: Path) -> Path:
 def _split_paths(split: str, value: Any, root: Path, problems: Problems) -> list[Path]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(text, str) and text for text in values):
-        problems.add(f"{split} takes a folder, a .txt list, or a list of these, not {_shown(value)}")
+        problems.add(f"{split} takes a folder, a .txt list, or a list of these, not {shown(value)}")
         return []
     return [_tidy(root / os.path.expanduser(text)) for text in values]
 
@@ -339,7 +334,7 @@ def _class_names(value: Any, problems: Problems) -> list[str]:
         return []
     for class_id, name in enumerate(value):
         if not isinstance(name, str):
-            problems.add(f"names: class {class_id} is {_shown(name)}, not a text; put a name such as null in quotes")
+            problems.add(f"names: class {class_id} is {shown(name)}, not a text; put a name such as null in quotes")
         elif not name.strip():
             problems.add(f"names: class {class_id} has an empty name; give it one")
     return value
@@ -350,7 +345,7 @@ def _wrong_ids(value: Mapping[Any, Any]) -> str:
     odd = [key for key in value if not isinstance(key, int) or isinstance(key, bool) or key < 0]
     missing = [class_id for class_id in range(len(value)) if class_id not in value]
     if odd:
-        return f"has the class id {_shown(odd[0])}, but ids are the numbers 0, 1, 2 and so on"
+        return f"has the class id {shown(odd[0])}, but ids are the numbers 0, 1, 2 and so on"
     if not missing:
         return ""
     if min(value) == 1:

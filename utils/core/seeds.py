@@ -1,8 +1,9 @@
-"""Random number generators: seeded at the start, kept in checkpoints."""
+"""Random numbers and torch's choice of kernels: seeded at the start, kept in checkpoints, put back for a caller."""
 
+import contextlib
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -58,3 +59,41 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextlib.contextmanager
+def choices_kept() -> Iterator[None]:
+    """Put back what a run sets for its whole process: random numbers, torch's choice of kernels, the current GPU."""
+    python, numpy_state = random.getstate(), np.random.get_state()
+    torch_state, repeatable = torch.get_rng_state(), torch.get_deterministic_debug_mode()
+    cudnn = torch.backends.cudnn.deterministic
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    try:
+        with _gpus_kept():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        torch.set_deterministic_debug_mode(repeatable)
+        torch.backends.cudnn.deterministic = cudnn
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _gpus_kept() -> Iterator[None]:
+    """Put back the random numbers of GPUs, and which of them is the current one; GPUs that nobody uses stay unused."""
+    used, seed = torch.cuda.is_initialized(), torch.initial_seed()
+    states, current = (torch.cuda.get_rng_state_all(), torch.cuda.current_device()) if used else ([], 0)
+    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    try:
+        yield
+    finally:
+        if torch.cuda.is_initialized():
+            torch.cuda.set_device(current)
+        if used:
+            torch.cuda.set_rng_state_all(states)
+        else:
+            torch.cuda.manual_seed_all(seed)  # at their first use, as `torch.manual_seed` has it
+        if mps is not None:
+            torch.mps.set_rng_state(mps)

@@ -1,6 +1,6 @@
-"""How names, times and tables are written for people."""
+"""How names, values, times and tables are written for people."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def one_line(name: str) -> str:
@@ -14,6 +14,17 @@ def shorten(text: str, limit: int) -> str:
         return text
     end = (limit - 2) // 2
     return f"{text[: limit - 2 - end]}..{text[len(text) - end :]}"
+
+
+def first_of(names: Sequence[str], most: int, between: str = ", ") -> str:
+    """Return the first of some names, and dots if there are more."""
+    return between.join([*names[:most], *["..."] * (len(names) > most)])
+
+
+def shown(value: object, limit: int = 200) -> str:
+    """Return a value as Python writes it, cut off where it gets long: it may be anything that stands in a file."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def format_lines(lines: Iterable[tuple[str, str]]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from utils.core.errors import UserError
+from utils.core.wording import first_of
 from utils.data.report import Problem
 
 SHOWN = 3  # classes in a message
@@ -29,6 +30,16 @@ class Match(NamedTuple):
     def moves(self) -> bool:
         """Whether a class has another place in the weights than in the data."""
         return self.order != sorted(self.order)
+
+
+def same_names(names: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether these are the same classes in the same order."""
+    return [_key(name) for name in names] == [_key(name) for name in others]
+
+
+def is_unnamed(names: Sequence[str]) -> bool:
+    """Whether classes are called by their numbers only, as those of weights without names are."""
+    return list(names) == [str(class_id) for class_id in range(len(names))]
 
 
 def match_names(weights: Sequence[str], data: Sequence[str]) -> Match:
@@ -63,8 +74,7 @@ def check_names(
     Raises:
         UserError: there is a difference, and ``strict``.
     """
-    unnamed = list(weights) == [str(place) for place in range(len(weights))]
-    match = match_names(data if unnamed else weights, data)
+    match = match_names(data if is_unnamed(weights) else weights, data)
     if match.by_name and not match.moves:
         return match, []
     differing = [
@@ -72,7 +82,7 @@ def check_names(
         for i, (here, there) in enumerate(zip(data, weights, strict=True))
         if _key(here) != _key(there)
     ]
-    value = "; ".join(differing[:SHOWN]) + ("; ..." if len(differing) > SHOWN else "")
+    value = first_of(differing, SHOWN, "; ")
     if match.by_name:
         rule = "the same classes in another order, taken by name"
     elif match.moves:

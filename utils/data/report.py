@@ -2,7 +2,6 @@
 
 import csv
 import logging
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from utils.core.errors import UserError
+from utils.core.wording import one_line
 
 REPORT_FILE = "data_report.csv"  # in a run folder
 SHOWN = 10  # problems of a split on the terminal
@@ -94,11 +94,6 @@ class ScanReport:
 def shortened(lines: Sequence[str], total: int) -> list[str]:
     """Return the lines that are shown, and how many are not."""
     return [*lines, f"... and {total - len(lines)} more"] if total > len(lines) else list(lines)
-
-
-def one_line(path: str) -> str:
-    """Return a file's name as it is shown: with its line breaks, if it has some, as escapes."""
-    return re.sub(r"[\x00-\x1f\x7f]", lambda found: repr(found[0])[1:-1], path)
 
 
 def report_csv(problems: Mapping[str, Sequence[Problem]]) -> str:

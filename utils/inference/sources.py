@@ -15,6 +15,7 @@ from utils.config.yaml_files import ROOT
 from utils.core.errors import Problems, UserError, nearest
 from utils.core.image_files import IMAGE_SUFFIXES
 from utils.core.logging import get_logger
+from utils.core.wording import first_of
 from utils.data.image_lists import is_hidden
 
 # Of what is taken from folders; a file that is named itself is tried whatever its suffix.
@@ -151,8 +152,7 @@ def _pictures(
 
 
 def _some(names: Sequence[str]) -> str:
-    more = ", ..." if len(names) > SHOWN_NAMES else ""
-    return f" ({', '.join(names[:SHOWN_NAMES])}{more})" if names else ""
+    return f" ({first_of(names, SHOWN_NAMES)})" if names else ""
 
 
 def _is_address(text: str) -> bool:

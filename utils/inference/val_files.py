@@ -15,6 +15,7 @@ import numpy as np
 from utils.config.data_yaml import DataConfig
 from utils.core.errors import UserError
 from utils.core.logging import get_logger, without_nan
+from utils.data.class_names import same_names
 from utils.data.index import LabelIndex
 from utils.inference.detection_files import label_rows
 from utils.metrics.average_precision import FloatArray, ImageResult
@@ -37,7 +38,7 @@ STATS = ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large")
 
 def category_ids(names: Sequence[str]) -> list[int]:
     """Return the category id of each class: COCO's own ids if these are COCO's 80 classes, else the class ids."""
-    if " ".join(name.strip().lower().replace(" ", "_") for name in names) == COCO_NAMES:
+    if same_names(names, COCO_NAMES.split()):
         return [number for number in range(1, 91) if number not in UNUSED_COCO_IDS]
     return list(range(len(names)))
 

@@ -23,7 +23,7 @@ from utils.core.errors import Problems
 from utils.core.heartbeat import Phase, beat
 from utils.core.image_files import depth_doubts
 from utils.core.logging import get_logger
-from utils.data.class_names import check_names
+from utils.data.class_names import check_names, same_names
 from utils.data.forks import may_have_children
 from utils.data.index import LabelIndex
 from utils.data.loaders import choose_val_batch, share_workers
@@ -90,7 +90,7 @@ def read_inputs(config: TrainConfig, env: DistEnv, resumed: Mapping[str, Any] | 
     allowed = config.allow_download_script and resumed is None  # a checkpoint, which says what was, allows nothing
     way_out = MOVED if resumed else ""
     data = problems.attempt(lambda: load_data(config.data, config.single_cls, allowed), way_out)
-    if resumed and data is not None and data.names != resumed["names"]:
+    if resumed and data is not None and not same_names(data.names, resumed["names"]):
         problems.add(f"--resume: the class names in {data.path} are no longer those of the run")
     findings: list[Problem] = []
     raw_model = read_network(config, env, hyp, data, resumed, problems, findings)

@@ -1,13 +1,14 @@
 """What a run notes of its batches and says of them: mean losses, skipped steps, losses that leapt, images lost."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from utils.core.heartbeat import waiting
 from utils.core.logging import DeviceMeter, get_logger, mean_of
+from utils.core.wording import first_of
 from utils.data.index import LabelIndex
 from utils.data.loaders import Batch
 from utils.data.report import NOTHING_FOUND, REPLACED, UnreadableImages
@@ -66,7 +67,7 @@ class Notes:
         if paths:
             steps = ", ".join(str(window.step) for window in skipped)
             get_logger().warning(
-                f"the loss was not finite in optimizer step {steps}, with these images: {shown(paths)}"
+                f"the loss was not finite in optimizer step {steps}, with these images: {first_of(paths, SHOWN_IMAGES)}"
             )
 
     def say_spikes(self) -> None:
@@ -78,8 +79,8 @@ class Notes:
             spike, paths = max(spikes, key=lambda spike: spike.loss), [path for own in images for path in own]
             get_logger().warning(
                 f"the loss leapt to {spike.loss:.3g} in optimizer step {spike.step}, {spike.before:.3g} at most "
-                f"before, with these images: {shown(paths)}; look at them and their labels. Weights of before are kept "
-                "with --save-period, to start from (--weights)"
+                f"before, with these images: {first_of(paths, SHOWN_IMAGES)}; look at them and their labels. Weights "
+                "of before are kept with --save-period, to start from (--weights)"
             )
 
     def say_unreadable(self, own: Mapping[int, str]) -> None:
@@ -111,8 +112,3 @@ def say_skipped(count: int, finding_scale: bool) -> None:
             f"optimizer steps skipped in this epoch: {count}, for their gradients were not finite; weights and "
             "BatchNorm are as if those batches had not been there. If it goes on, lower lr0 in --hyp"
         )
-
-
-def shown(paths: Sequence[str]) -> str:
-    """Return paths for a message, not too many."""
-    return ", ".join(paths[:SHOWN_IMAGES]) + (", ..." if len(paths) > SHOWN_IMAGES else "")

@@ -12,7 +12,7 @@ from utils.core.devices import as_typed, parse_device
 from utils.core.errors import UserError
 from utils.core.heartbeat import waiting
 from utils.core.logging import get_logger
-from utils.core.wording import format_lines
+from utils.core.wording import first_of, format_lines
 from utils.dist.collectives import average_in_bf16
 from utils.dist.place import DistEnv
 from utils.training.steps import Precision
@@ -54,8 +54,7 @@ def wrap(raw_model: nn.Module, env: DistEnv, precision: Precision, images: Tenso
         raw_model.get_parameter(name).requires_grad_(False)
     if idle:
         get_logger().warning(
-            f"{len(idle)} parameters have no part in the outputs and are not trained: {', '.join(idle[:5])}"
-            + (", ..." if len(idle) > 5 else "")
+            f"{len(idle)} parameters have no part in the outputs and are not trained: {first_of(idle, 5)}"
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # newer versions would call broadcast_buffers another name
