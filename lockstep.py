@@ -52,7 +52,7 @@ from utils.dist.job_launcher import wait_for_workers
 from utils.dist.launch import as_worker, end_with_parent, launch, orphaned, variables_kept, worker_devices
 from utils.dist.place import ALONE, DistEnv, dist_env, rank_device
 from utils.inference.predictions import Prediction, predict, predict_config
-from utils.metrics.average_precision import fitness
+from utils.metrics.evaluation import fitness
 from utils.run import settings as command
 from utils.run.callbacks import STOP, Callback, check_callbacks, check_picklable
 from utils.run.folder import going_on

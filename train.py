@@ -46,7 +46,7 @@ from utils.data.loaders import Batch, ValLoader
 from utils.dist import job_files, launch, stalls
 from utils.dist.collectives import broadcast_object, check_same_weights, once, start_all_reduce_sum
 from utils.dist.place import DistEnv, dist_env
-from utils.metrics.average_precision import Evaluation, TableRow, format_table
+from utils.metrics.evaluation import Evaluation, TableRow, format_table
 from utils.run import events, folder, header, loading, notes, restarts, saving, settings, state, stopping
 from utils.run.callbacks import Callback, check_callbacks
 from utils.run.inputs import read_inputs

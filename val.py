@@ -62,16 +62,9 @@ from utils.inference.val_files import (
     write_labels,
     write_predictions,
 )
-from utils.metrics.average_precision import (
-    IOU_THRESHOLDS,
-    Evaluation,
-    ImageResult,
-    TableRow,
-    format_table,
-    match_detections,
-    summarize,
-)
+from utils.metrics.average_precision import IOU_THRESHOLDS, match_detections
 from utils.metrics.boxes import cxcywh_to_xyxy, scale_boxes
+from utils.metrics.evaluation import Evaluation, ImageResult, TableRow, format_table, summarize
 from utils.run.folder import create_run_dir, script
 from utils.run.plots import Plots
 from utils.run.val_inputs import check_classes, detection_cap, most_labels, read_val_inputs

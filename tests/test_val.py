@@ -27,7 +27,7 @@ from utils.data.dataset import DetectionDataset
 from utils.data.image_cache import ImageCache
 from utils.data.loaders import val_loader
 from utils.data.splits import open_splits
-from utils.metrics.average_precision import Evaluation, ImageResult
+from utils.metrics.evaluation import Evaluation, ImageResult
 from utils.torch_utils import process_group, save_checkpoint
 
 NAMES = ["RBC", "WBC", "Platelets"]

@@ -18,7 +18,7 @@ from tests.test_val import saved, yolov5n
 from utils.config.data_yaml import load_data
 from utils.config.flags import ValConfig
 from utils.data.splits import open_splits
-from utils.metrics.average_precision import Evaluation
+from utils.metrics.evaluation import Evaluation
 from utils.run.val_inputs import detection_cap
 from utils.torch_utils import load_checkpoint
 

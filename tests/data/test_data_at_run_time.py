@@ -46,7 +46,7 @@ from utils.data.report import NOTHING_FOUND, REPLACED, UnreadableImages
 from utils.data.resizing import GREY, letterbox
 from utils.data.sampler import SampleRequest, epoch_order, val_batches
 from utils.dist.place import DistEnv
-from utils.metrics.average_precision import Evaluation
+from utils.metrics.evaluation import Evaluation
 from utils.run.progress import RunClock
 from utils.torch_utils import process_group
 

@@ -22,7 +22,7 @@ from utils.config.yaml_files import load_yaml
 from utils.core.errors import UserError
 from utils.core.image_files import read_image
 from utils.inference import val_files
-from utils.metrics.average_precision import ImageResult
+from utils.metrics.evaluation import ImageResult
 from utils.torch_utils import process_group
 
 COUNT = 6  # images of the split

@@ -11,18 +11,9 @@ from hypothesis import strategies as st
 
 from tests.common import golden
 from utils.config.flags import METRICS
-from utils.metrics.average_precision import (
-    CURVE_POINTS,
-    IOU_THRESHOLDS,
-    ConfusionMatrix,
-    Metrics,
-    TableRow,
-    ap_per_class,
-    fitness,
-    format_table,
-    match_detections,
-    summarize,
-)
+from utils.metrics.average_precision import CURVE_POINTS, IOU_THRESHOLDS, ap_per_class, match_detections
+from utils.metrics.confusion import ConfusionMatrix
+from utils.metrics.evaluation import Metrics, TableRow, fitness, format_table, summarize
 
 Array = npt.NDArray[Any]
 

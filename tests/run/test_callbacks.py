@@ -21,7 +21,7 @@ from tests.common import PROJECT
 from tests.dist.launch import free_port, torchrun
 from tests.runs import CHILD_ENVIRONMENT, back_to, results
 from utils.core.errors import LostDataError, UserError
-from utils.metrics.average_precision import summarize
+from utils.metrics.evaluation import summarize
 from utils.run.callbacks import (
     STOP,
     Callback,

@@ -17,7 +17,7 @@ from tests.runs import flags, make_data, torch_settings_kept, train_here
 from utils.config.data_yaml import load_data
 from utils.data.index import LabelIndex
 from utils.data.splits import open_splits
-from utils.metrics.average_precision import ImageResult, summarize
+from utils.metrics.evaluation import ImageResult, summarize
 from utils.plots.drawing import class_color
 from utils.run.plots import Plots
 

@@ -24,7 +24,7 @@ from utils.config.flags import METRICS, TrainConfig, ValConfig
 from utils.config.recipe import Hyp
 from utils.core.errors import UserError
 from utils.data.index import build_index
-from utils.metrics.average_precision import summarize
+from utils.metrics.evaluation import summarize
 from utils.torch_utils import load_checkpoint, process_group, save_checkpoint
 
 

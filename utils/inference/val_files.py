@@ -18,8 +18,9 @@ from utils.core.logging import get_logger, without_nan
 from utils.data.class_names import same_names
 from utils.data.index import LabelIndex
 from utils.inference.detection_files import label_rows
-from utils.metrics.average_precision import FloatArray, ImageResult
+from utils.metrics.average_precision import FloatArray
 from utils.metrics.coco import Found, Truth, coco_metrics
+from utils.metrics.evaluation import ImageResult
 
 PREDICTIONS = "predictions.json"  # in a run folder
 COCO_NAMES = (  # spaces in names as underscores

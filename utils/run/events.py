@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from utils.config.build import config_to_dict
-from utils.metrics.average_precision import Evaluation, Metrics
+from utils.metrics.evaluation import Evaluation, Metrics
 from utils.run.callbacks import EpochEnd, Figures, TrainEnd, TrainStart
 from utils.run.state import Run
 

@@ -13,7 +13,7 @@ from utils.core.logging import get_logger
 from utils.core.wording import duration, format_lines
 from utils.data.loaders import share_workers
 from utils.dist.meeting import backend
-from utils.metrics.average_precision import TableRow, format_table
+from utils.metrics.evaluation import TableRow, format_table
 from utils.run.folder import lockstep_version, script
 from utils.run.progress import machine
 from utils.run.state import Run

@@ -24,8 +24,9 @@ from utils.core.heartbeat import beating
 from utils.core.logging import get_logger
 from utils.data.index import LabelIndex
 from utils.data.loaders import Batch
-from utils.metrics.average_precision import ConfusionMatrix, ImageResult, Metrics
 from utils.metrics.boxes import cxcywh_to_xyxy
+from utils.metrics.confusion import ConfusionMatrix
+from utils.metrics.evaluation import ImageResult, Metrics
 from utils.plots.drawing import lettering_doubts
 
 BATCHES = 3  # training and validation batches that are shown
