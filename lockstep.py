@@ -155,7 +155,8 @@ class YOLO:
         Args:
             callbacks: told what happens; see `utils.run.callbacks`.
             **flags: every flag of train.py, under the same name: ``data="my.yaml"``, ``batch=64``, ``sync_bn=True``.
-                ``device="0,1"`` trains in a process for each device.
+                ``device="0,1"`` trains in a process for each device. ``resume=True`` goes on with the run of the
+                checkpoint that this object was made of, without one with the newest that is not over.
 
         Returns:
             Where the run is and what its best weights reach; the same on all ranks under a launcher.
@@ -170,6 +171,8 @@ class YOLO:
         check_callbacks(callbacks)
         given = given_keywords(TrainConfig, flags)
         with job_folder() as folder, variables_kept(), choices_kept():
+            if given.get("resume") is True and self._weights_file:
+                given["resume"] = self._weights_file  # the run of these weights, not the newest one
             if not given.get("resume"):
                 given = {**self._start(folder, given), **given}
             env = dist_env()

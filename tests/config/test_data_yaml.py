@@ -197,6 +197,28 @@ def test_missing_split_folders(tmp_path: Path) -> None:
     assert check_split_paths(data, ["val"]) == {"val": data.val}
 
 
+@pytest.mark.parametrize(
+    ("written", "hint"),
+    [
+        ("Images/Val", "; did you mean {root}/images/val?"),
+        ("image/vall", "; did you mean {root}/images/val?"),
+        ("images/VAL", "; did you mean val?"),
+        ("zzz/val", ""),
+        ("images/val/*.jpg", "; patterns are not taken: name a folder, whose subfolders count too, or a .txt list of "),
+        ("images/va[l]", "; patterns are not taken: name a folder"),
+    ],
+)
+def test_split_folders_that_are_written_otherwise(written: str, hint: str, tmp_path: Path) -> None:
+    """In other case, which Windows and macOS take, mistyped in two places, or as a pattern."""
+    path = write(tmp_path / "d.yaml", DATA.replace("val: images/val", f"val: {written}"))
+    for name in ("train", "val"):
+        (tmp_path / "set/images" / name).mkdir(parents=True)
+    with pytest.raises(UserError) as info:
+        check_split_paths(load_data(path), ["val"])
+    start = f"{path}: val: {tmp_path}/set/{written} does not exist"
+    assert str(info.value).startswith(start + hint.format(root=tmp_path / "set")) and (hint or str(info.value) == start)
+
+
 def test_a_root_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All places where it was looked for are named, each once, and no split below it is."""
     path = write(tmp_path / "yamls/d.yaml", DATA)

@@ -634,7 +634,7 @@ def test_a_mistyped_file_is_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "clinc.yaml": "clinic.yaml",
         "Clinic.yml": "clinic.yaml",
         "sets/clinik": "sets/clinic.yml",
-        "set/clinic.yml": "sets",
+        "set/clinic.yml": "sets/clinic.yml",
         f"{tmp_path}/sets/clinics.yaml": f"{tmp_path}/sets/clinic.yml",
         "coco12.yaml": "coco128.yaml",
     }.items():
@@ -644,8 +644,9 @@ def test_a_mistyped_file_is_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for typed, meant in {
         "runs/train/exp3/weights/bets.pt": "runs/train/exp3/weights/best.pt",
         "runs/train/exp3/weights/best": "runs/train/exp3/weights/best.pt",
-        "runs/train/exp33/weights/best.pt": "runs/train/exp3",
-        "runs/tain/exp3/weights/best.pt": "runs/train",
+        "runs/train/exp33/weights/best.pt": "runs/train/exp3/weights/best.pt",
+        "runs/tain/exp33/weights/bets.pt": "runs/train/exp3/weights/best.pt",
+        "runs/tain/exp3/zzz/best.pt": "runs/train",
         "yolov5ss.pt": "yolov5s.pt",
     }.items():
         with pytest.raises(UserError) as info:

@@ -166,7 +166,7 @@ def test_a_set_of_too_few_bits(tmp_path: Path, suffix: str, bits: int, dark: boo
 def test_some_of_a_set_have_too_few_bits(tmp_path: Path, every: int, said: str) -> None:
     """ultralytics/yolov5#11840: bright pictures beside them don't make those of 12 bits any brighter.
 
-    PGM files say in their header how many values they have, which decoders pass over (#7726).
+    PGM files say in their header how many values they have, which decoders pass over.
     """
     paths = [str(tmp_path / f"{number:02}.pgm") for number in range(16)]
     for number, path in enumerate(paths):

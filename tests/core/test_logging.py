@@ -150,7 +150,7 @@ def test_no_file_to_keep_rows_of(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", ["gone", "", "epoch,train/box_loss\n", "epoch,train/box_loss\n2,0.5\n"])
 def test_rows_that_are_gone(tmp_path: Path, left: str) -> None:
-    """Columns and rows of a resumed run were lost (roboflow/rf-detr#1321): spare ones are taken, others are named."""
+    """A resumed run's table began in a later epoch (roboflow/rf-detr#1321): spare rows are taken, others are named."""
     path = tmp_path / "results.csv"
     if left != "gone":
         path.write_text(left)

@@ -62,7 +62,15 @@ HINTS = {
     "corners in pixels": (rows(CORNERS * WIDE), "the rows look like corners x1 y1 x2 y2 in pixels: write center x"),
     "decimal commas": ([row.replace(".", ",") for row in rows(CENTERS)], "12 rows have commas: write 0.5 for 0,5"),
     "commas": ([row.replace(" ", ",") for row in rows(CENTERS)], "12 rows have commas: write 0.5 for 0,5, and blanks"),
-    "words": (rows(CENTERS, "cat"), "rows begin with words: write the id of the class"),
+    "semicolons": ([row.replace(" ", "; ") for row in rows(CENTERS)], "12 rows have semicolons: write blanks between"),
+    "both": (
+        [f"0;{row[2:]}".replace(".", ",") for row in rows(CENTERS)],
+        "12 rows have commas: write 0.5 for 0,5, and",
+    ),
+    "words": (rows(CENTERS, "cat"), "rows begin with words, such as 'cat': write the id of the class"),
+    "odd ids": (rows(CENTERS, "1_"), "rows begin with words, such as '1_': write the id of the class"),
+    "long ids": (rows(CENTERS, "1_0"), "rows begin with words, such as '1_0': write the id of the class"),
+    "utf-16": (["\0".join(row) for row in rows(CENTERS)], "12 rows have zero bytes: save the files as UTF-8, not as"),
     "no class": (rows(CENTERS, ""), "12 rows have 4 columns: write all of class id, center x"),
     "confidence": (
         rows(CENTERS, "0", 0.9),
@@ -81,6 +89,23 @@ def test_rows_that_are_all_left_out(kind: str, tmp_path: Path) -> None:
     start = f"train: no labels in {tmp_path}/images: all 12 rows of 4 label files were left out: 12 x "
     assert said.startswith(start) and hint in said.splitlines()[0]
     assert f"\n  {tmp_path}/labels/0.txt:1: " in said
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be"])
+def test_encodings_of_windows(encoding: str, tmp_path: Path) -> None:
+    """What an editor puts in front of a file, or between its letters, is none of its rows."""
+    path = write(tmp_path, rows(CENTERS))
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    (tmp_path / "images/0.png").rename(tmp_path / "images/\u00e9.png")
+    (tmp_path / "labels/0.txt").rename(tmp_path / "labels/\u00e9.txt")
+    (tmp_path / "list.txt").write_text("\n".join(map(str, sorted((tmp_path / "images").iterdir()))))
+    path.write_text(path.read_text().replace("train: images", "train: list.txt"))
+    expected = read(path)
+    for file in (path, tmp_path / "list.txt", *(tmp_path / "labels").iterdir()):
+        file.write_bytes((mark + file.read_text()).encode(encoding))
+    found = read(path)
+    assert len(found) == IMAGES and found.report == expected.report and not found.report.problems
+    np.testing.assert_array_equal(found.rows, expected.rows)
 
 
 def test_corners(tmp_path: Path) -> None:

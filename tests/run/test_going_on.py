@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lockstep import YOLO
 from tests.common import PROJECT, as_nobody, needs_root
 from tests.runs import assert_same_run, flags, make_data, train_here
 from utils.checkpoints.files import load_checkpoint
@@ -180,6 +181,14 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 # Which run is over ----------------------------------------------------------------------------------------------------
+
+
+def test_resume_from_python_is_of_the_checkpoint_in_hand(whole: Path) -> None:
+    """``YOLO("last.pt").train(resume=True)`` looked for the newest run."""
+    with pytest.raises(UserError, match=f"^--resume {whole}: nothing is left to resume, all its epochs are done"):
+        YOLO(whole / "weights/last.pt").train(resume=True)
+    with pytest.raises(UserError, match=f"^--resume {whole}/weights/best.pt: weights for use, not to go on from; name"):
+        YOLO(whole / "weights/best.pt").train(resume=True)
 
 
 def test_finished_runs_are_not_read(whole: Path, tmp_path: Path) -> None:

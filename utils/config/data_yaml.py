@@ -4,6 +4,7 @@ Imports the standard library and yaml only, like `utils.config.flags`.
 """
 
 import dataclasses
+import glob
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from utils.config.command_line import check_values
 from utils.config.flags import SPLITS, TrainConfig
 from utils.config.yaml_files import ROOT, find_yaml, load_yaml, yaml_word
 from utils.core.caches import cache_folder, may_be_made
-from utils.core.errors import Problems, UserError, nearest
+from utils.core.errors import Problems, UserError, nearest, nearest_file
 from utils.core.wording import shown
 
 GENERATORS = ("shapes",)
@@ -366,8 +367,11 @@ def _near_path(path: Path, data: DataConfig) -> str:
         inside = path.relative_to(data.root.parent)  # what `../train/images` would be without its two dots
         if not path.is_relative_to(data.root) and (data.root / inside).exists():
             return f"; did you mean {inside}?"
-    siblings = [entry.name for entry in path.parent.iterdir()] if os.path.isdir(path.parent) else []
-    return _way_out(path, data) or nearest(path.name, siblings)
+    if glob.has_magic(str(path)):
+        return "; patterns are not taken: name a folder, whose subfolders count too, or a .txt list of images"
+    if not os.path.isdir(path.parent):
+        return _way_out(path, data) or nearest_file(path, ("",))
+    return _way_out(path, data) or nearest(path.name, [entry.name for entry in path.parent.iterdir()])
 
 
 def build_train_config(given: Mapping[str, Any]) -> TrainConfig:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from utils.core.errors import UserError, nearest_file
+from utils.core.text_files import as_utf8
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -153,7 +154,7 @@ def load_yaml(path: Path, texts: Sequence[str] = ()) -> dict[Any, Any]:
             data = file.read(LARGEST_YAML + 1)
         if len(data) > LARGEST_YAML:
             raise UserError(f"{path} has more than {LARGEST_YAML} bytes, too many for settings")
-        loader = _StrictLoader(data.decode("utf-8"))
+        loader = _StrictLoader(as_utf8(data).decode())
         loader.texts = texts
         content = loader.get_single_data()
     except OSError as error:

@@ -131,7 +131,7 @@ def nearest_file(path: Path, suffixes: Sequence[str], known: Iterable[str] = ())
     """Return ``; did you mean X?`` for a file that is not there, '' if nothing is like it.
 
     Args:
-        path: what was typed; also a folder in it may be mistyped.
+        path: what was typed; also folders in it may be mistyped.
         suffixes: of such files, in small letters.
         known: names that are understood without a file.
     """
@@ -146,7 +146,12 @@ def nearest_file(path: Path, suffixes: Sequence[str], known: Iterable[str] = ())
         else:
             found = {entry.name: entry.path for entry in beside if entry.is_dir()}
         match = _closest(missing.name, found, 0.6)
-        return f"; did you mean {os.path.normpath(found[match])}?" if match else ""
+        if not match:
+            return ""
+        meant = Path(os.path.normpath(found[match]))
+        behind = meant / path.relative_to(missing)
+        whole = "" if meant == behind or os.path.exists(behind) else nearest_file(behind, suffixes)
+        return whole or f"; did you mean {behind if os.path.exists(behind) else meant}?"
     return ""
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from utils.core.errors import UserError
 from utils.core.heartbeat import beating
 from utils.core.image_files import IMAGE_SUFFIXES, OTHER_IMAGE_SUFFIXES, RARE_IMAGE_SUFFIXES
+from utils.core.text_files import as_utf8
 from utils.data.labels import around_images, label_path
 from utils.data.report import Problem, shortened
 
@@ -140,7 +141,7 @@ def _text(source: Path) -> str:
     try:
         if source.stat().st_size > LARGEST_LIST:
             raise UserError(f"the list {source} has more than {LARGEST_LIST} bytes")
-        return source.read_text(encoding="utf-8-sig", errors="surrogateescape")
+        return as_utf8(source.read_bytes()).decode("utf-8", "surrogateescape")
     except OSError as error:
         raise UserError(f"the list {source} can't be read: {error.strerror}") from error
 
@@ -307,7 +308,7 @@ def _holds_labels(path: str) -> bool:
     """Whether the first line is a row of a label file, rather than of a list, a note or ``classes.txt``."""
     try:
         with open(path, "rb") as file:
-            words = file.read(LIST_HEAD).lstrip().partition(b"\n")[0].split()
+            words = as_utf8(file.read(LIST_HEAD)).lstrip().partition(b"\n")[0].split()
         return len([float(word) for word in words]) >= 5
     except (OSError, ValueError):
         return False

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from utils.core.text_files import as_utf8
 from utils.data.report import Problem
 
 TOLERANCE = 0.01  # annotation tools round; what leaves the image by up to this share is clipped, beyond it is a mistake
@@ -130,6 +131,12 @@ REPEATED_BOX = "box repeated where all classes count as one, kept once"
 BEHIND = "numbers behind the boxes of this file, not used"
 NOT_A_NUMBER = "not a number, row left out"
 BAD_COLUMNS = "neither 5 columns (class cx cy w h) nor a polygon (class and 3 or more x y pairs), row left out"
+MARKS = {"commas": b",", "semicolons": b";", "zero bytes": b"\0"}  # in what should be numbers
+WAYS_OUT = {
+    "commas": "write 0.5 for 0,5, and blanks between the columns",
+    "semicolons": "write blanks between the columns",
+    "zero bytes": "save the files as UTF-8, not as UTF-16",
+}
 
 
 @dataclass
@@ -142,6 +149,7 @@ class Looks:
         like_boxes: those of them whose first columns make a box, too.
         refused: rows with a number of columns that nothing has, by that.
         first: file and line of the first long row, by its columns.
+        word: the first one that stands in place of a class id.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -149,6 +157,7 @@ class Looks:
     like_boxes: Counter[int] = field(default_factory=Counter)
     refused: Counter[int] = field(default_factory=Counter)
     first: dict[int, str] = field(default_factory=dict)
+    word: str = ""
 
     def add(self, other: "Looks") -> None:
         """Add those of files that come later."""
@@ -157,6 +166,7 @@ class Looks:
         self.like_boxes += other.like_boxes
         self.refused += other.refused
         self.first = other.first | self.first
+        self.word = self.word or other.word
 
     def add_long(self, values: Sequence[float], place: str) -> None:
         """Count a row that is read as an outline."""
@@ -217,10 +227,12 @@ class Looks:
             )
         if 2 * counts["class last"] > rows:
             hints.append("the class id looks to be in the last column: write it into the first one")
-        if counts["commas"]:
-            hints.append(f"{counts['commas']} rows have commas: write 0.5 for 0,5, and blanks between the columns")
+        hints += [f"{counts[kind]} rows have {kind}: {way}" for kind, way in WAYS_OUT.items() if counts[kind]]
         if 2 * counts["words"] > rows + counts["words"]:
-            hints.append("rows begin with words: write the id of the class, its place among the names counted from 0")
+            hints.append(
+                f"rows begin with words, such as {self.word!r}: write the id of the class, its place among the names "
+                "counted from 0"
+            )
         for columns, refused in self.refused.most_common(1):
             if 2 * refused > rows or refused >= FEW_ROWS:
                 hints.append(f"{refused} rows have {columns} columns: {self._about_columns(columns)}")
@@ -308,13 +320,13 @@ class RowReader:
     def read(self, image: int, name: str, text: bytes) -> bool:
         """Add the rows of one label file; False if there is nothing but blank lines in it."""
         blank, told = True, False
-        for number, line in enumerate(text.removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
+        for number, line in enumerate(as_utf8(text).splitlines(), 1):
             words = line.split()
             if not words:
                 continue
             blank = False
             try:
-                values = [*map(float, words)]
+                values = [*map(_number, words)] if b"_" in line else [*map(float, words)]
             except ValueError:
                 self._report(name, number, self._bad_word(words), NOT_A_NUMBER)
                 continue
@@ -341,8 +353,10 @@ class RowReader:
     def _bad_word(self, words: list[bytes]) -> bytes:
         """The first word that is no number; counted."""
         bad = next(word for word in words if not _is_number(word))
-        self.looks.counts["commas"] += b"," in bad
-        self.looks.counts["words"] += b"," not in bad and bad is words[0]
+        kinds = [kind for kind, mark in MARKS.items() if mark in bad] or ["words"] * (bad is words[0])
+        self.looks.counts.update(kinds[:1])
+        if kinds[:1] == ["words"] and not self.looks.word:
+            self.looks.word = _shown(bad)
         return bad
 
     def _polygon(self, values: list[float]) -> list[float]:
@@ -355,7 +369,7 @@ class RowReader:
         return [values[0], *((low + high) / 2), *(high - low)]
 
     def _report(self, name: str, line: int, word: bytes, rule: str) -> None:
-        self.problems.append(Problem(name, line, word[:40].decode("utf-8", "backslashreplace"), rule))
+        self.problems.append(Problem(name, line, _shown(word), rule))
 
     def rows(self) -> Rows:
         """Everything read so far."""
@@ -367,9 +381,19 @@ class RowReader:
         return Rows(np.array(self.image, np.int64), np.array(self.line, np.int64), box, low, high, outline)
 
 
+def _shown(word: bytes) -> str:
+    return word[:40].decode("utf-8", "backslashreplace")
+
+
+def _number(word: bytes) -> float:
+    if b"_" in word:  # 1_0 is ten in Python only
+        raise ValueError
+    return float(word)
+
+
 def _is_number(word: bytes) -> bool:
     try:
-        float(word)
+        _number(word)
     except ValueError:
         return False
     return True

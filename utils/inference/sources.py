@@ -15,6 +15,7 @@ from utils.config.yaml_files import ROOT
 from utils.core.errors import Problems, UserError, nearest
 from utils.core.image_files import IMAGE_SUFFIXES
 from utils.core.logging import get_logger
+from utils.core.text_files import as_utf8
 from utils.core.wording import first_of
 from utils.data.image_lists import is_hidden
 
@@ -179,7 +180,7 @@ def _kind_by_content(path: str) -> str:
 def _lines(path: Path) -> list[str]:
     """The lines of a list, without empty ones and comments."""
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+        lines = [line.strip() for line in as_utf8(path.read_bytes()).decode().splitlines()]
     except UnicodeDecodeError:
         raise UserError(f"--source {path} is not a text file in UTF-8") from None
     lines = [line for line in lines if line and not line.startswith("#")]
