@@ -30,7 +30,7 @@ from tests.dist.launch import free_port, torchrun
 from tests.runs import make_data
 from tests.test_detect import checkpoint
 from utils.config.command_line import given_keywords
-from utils.config.flags import TrainConfig
+from utils.config.flags import TrainConfig, ValConfig
 from utils.core.errors import UserError
 from utils.core.seeds import choices_kept
 from utils.dist.job_files import JOB, job_folder, read_job, write_job
@@ -527,6 +527,12 @@ def test_keywords() -> None:
         "- --imgsz takes a whole number, not '64'",
         "- --epochs must be at least 1, not 0",
     ]
+
+
+def test_a_keyword_of_another_call() -> None:
+    """``val(rect=True)`` was sent to ``project``."""
+    with pytest.raises(UserError, match=r"^rect is not a keyword$"):
+        given_keywords(ValConfig, {"rect": True})
 
 
 def test_every_flag_is_a_keyword() -> None:

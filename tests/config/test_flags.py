@@ -138,6 +138,9 @@ def test_the_local_rank_of_old_launchers_is_ignored(line: str) -> None:
         ("--xyzzy", "--xyzzy is not a flag\n"),
         ("--foo", "--foo is not a flag\n"),
         ("--bar 3", "--bar is not a flag\n"),
+        ("--rec", "--rec is not a flag; did you mean --rect?"),
+        ("--eights x.pt", "--eights is not a flag; did you mean --weights?"),
+        ("--hyp-file x", "--hyp-file is not a flag\n"),  # rather than --profile
         ("--size 64", "--size is not a flag; did you mean --img-size?"),
         ("--hpy x.yaml", "--hpy is not a flag; did you mean --hyp?"),
         ("cat.jpg", "'cat.jpg' belongs to no flag"),

@@ -267,3 +267,22 @@ def test_links_to_label_files_that_are_gone(tmp_path: Path) -> None:
     assert [(one.file, one.value) for one in report.problems] == [
         (f"{tmp_path}/labels/2.txt", "a link to a file that is not there")
     ]
+
+
+@pytest.mark.parametrize("link", ["labels", "labels/a"])
+def test_links_to_folders_that_are_gone(link: str, tmp_path: Path) -> None:
+    """Their images were taken for such without objects, and those of a folder of images were missing, in silence."""
+    touch(tmp_path, "images/a/1.jpg", "images/b/2.jpg")
+    if link != "labels":
+        touch(tmp_path, "labels/b/2.txt")
+    paths = list_images([tmp_path / "images"], [])
+    (tmp_path / link).symlink_to("/nowhere")
+    with pytest.raises(UserError, match=f"^the folder of labels {tmp_path}/{link} is a link to /nowhere, which is not"):
+        find_labels(paths, [])
+    problems: list[Problem] = []
+    (tmp_path / "images/c").symlink_to("/nowhere")
+    assert list_images([tmp_path / "images"], problems) == paths
+    assert problems == [(f"{tmp_path}/images/c", 0, "/nowhere", "link that leads nowhere, not used")]
+    touch(tmp_path, "images/a/1.txt")  # a better place is not there, but a worse one is not looked at
+    with pytest.raises(UserError, match="is a link to /nowhere"):
+        find_labels(paths, [])

@@ -34,6 +34,16 @@ def test_opencv(body: str, words: list[str], tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="this system has no /proc")
+def test_what_is_no_disk_cannot_be_written_to() -> None:
+    """As root: "0 MB are free", which sends the reader to look for large files."""
+    with pytest.raises(
+        UserError, match=r"^--project /proc/x: the run folder /proc/x/exp can't be made, for /proc can't"
+    ):
+        check_run_folder(Path("/proc/x/exp"), exist_ok=False)
+    check_disk(Path("/proc/x/exp"), 1000)
+
+
 def test_run_folder(tmp_path: Path) -> None:
     run_dir = tmp_path / "a/b/exp"
     check_run_folder(run_dir, exist_ok=False)

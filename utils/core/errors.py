@@ -18,6 +18,8 @@ USER_ERROR = 2  # a mistake of the user
 NO_PROGRESS = 93  # it would fail again: schedulers should not start it anew
 RESUMABLE = 143  # stopped on request, and saved: --resume goes on. It is 128 + SIGTERM, as schedulers expect
 SHORT_WORD, SHORT_ALIKE = 6, 0.65  # letters below which a word must be more alike to be meant
+OTHER_START_ALIKE = 0.75  # how alike words are to be that begin with other letters: rect is not meant to be project
+MOST_TRIED = 5  # words that are alike
 LONGEST_SUFFIX = len(".jpeg")
 MOST_BESIDE = 1000  # files that are looked at for one that was meant
 TURN = 5.0  # seconds that the other processes of a machine leave to its first one to say what is wrong
@@ -159,8 +161,11 @@ def _closest(word: str, known: Iterable[str], alike: float) -> str:
     wanted = _core(word)
     by_core = {_core(text): text for text in known}
     least = max(alike, SHORT_ALIKE) if len(wanted) < SHORT_WORD else alike
-    matches = difflib.get_close_matches(wanted, by_core, n=1, cutoff=least)
-    return by_core[matches[0]] if matches else ""
+    for match in difflib.get_close_matches(wanted, by_core, n=MOST_TRIED, cutoff=least):
+        likeness = difflib.SequenceMatcher(None, match, wanted).ratio()  # in this order, as get_close_matches has it
+        if match[:1] == wanted[:1] or wanted in match or match in wanted or likeness >= OTHER_START_ALIKE:
+            return by_core[match]
+    return ""
 
 
 def _core(text: str) -> str:

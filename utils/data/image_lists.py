@@ -29,6 +29,7 @@ SECOND = "second label file of an image, not used"
 SHARED = "label file of several images, used for each"
 BESIDE = "label file beside its image in a folder called images, used"
 OTHER_CASE = "label file in other upper or lower case than its image or than .txt, used"
+DANGLING = "link that leads nowhere, not used"
 RARE_FORMAT = "picture in a format that not every OpenCV reads, used"
 
 
@@ -92,6 +93,8 @@ def _walk(folder: str, above: tuple[str, ...], problems: list[Problem]) -> Itera
                 yield path
             elif _suffix(entry.name) in OTHER_IMAGE_SUFFIXES:
                 problems.append(Problem(path, 0, "", OTHER_FORMAT))
+            elif entry.is_symlink() and not os.path.exists(path):
+                problems.append(Problem(path, 0, os.readlink(path), DANGLING))
 
 
 def _pass_over(path: str, is_folder: bool, problems: list[Problem]) -> None:
@@ -220,6 +223,8 @@ def _label_files_by_folder() -> Callable[[str], _LabelFiles]:
             if os.path.realpath(place) in seen:
                 continue
             seen.add(os.path.realpath(place))
+            if not found.by_stem:
+                _refuse_dangling(place)
             names = [name for name in _names(place) if name[-4:].lower() == ".txt"]
             if not all(name.endswith(".txt") for name in names):
                 names.sort(reverse=True)  # small letters first
@@ -269,6 +274,15 @@ def _names(folder: str) -> list[str]:
         if error.errno in NOT_THERE:
             return []
         raise UserError(f"the folder {folder} can't be read: {error.strerror}") from error
+
+
+def _refuse_dangling(folder: str) -> None:
+    """Raise a UserError if a link on the way to a folder of labels leads nowhere: they would count as missing."""
+    if os.path.isdir(folder):
+        return
+    for place in (Path(folder), *Path(folder).parents):
+        if place.is_symlink() and not place.exists():
+            raise UserError(f"the folder of labels {place} is a link to {os.readlink(place)}, which is not there")
 
 
 def _odd_labels(

@@ -7,6 +7,7 @@ import importlib
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 if sys.platform != "win32":
@@ -73,7 +74,18 @@ def check_resumed_folder(run_dir: Path) -> None:
 
 
 def _may_write(folder: Path) -> bool:
-    return not folder.exists() or os.access(folder, os.W_OK | os.X_OK)
+    if not folder.exists():
+        return True
+    return os.access(folder, os.W_OK | os.X_OK) and (shutil.disk_usage(folder).total > 0 or _takes_files(folder))
+
+
+def _takes_files(folder: Path) -> bool:
+    """Whether a file can be made: root may write to /proc, which is no disk and takes none."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def check_disk(run_dir: Path, needed: int) -> None:
@@ -86,11 +98,11 @@ def check_disk(run_dir: Path, needed: int) -> None:
     Raises:
         UserError: says how much is needed and how much there is.
     """
-    free = shutil.disk_usage(_nearest_existing(run_dir.resolve())).free
-    if needed > free:
+    usage = shutil.disk_usage(_nearest_existing(run_dir.resolve()))
+    if usage.total and needed > usage.free:  # 0: it does not tell
         raise UserError(
             f"--project {run_dir.parent}: the checkpoints of this run need about {needed / 1e6:,.0f} MB, "
-            f"{free / 1e6:,.0f} MB are free on that disk; free some, or choose a --project on another disk"
+            f"{usage.free / 1e6:,.0f} MB are free on that disk; free some, or choose a --project on another disk"
         )
 
 
