@@ -54,7 +54,8 @@ from utils.dist.place import ALONE, DistEnv, dist_env, rank_device
 from utils.inference.predictions import Prediction, predict, predict_config
 from utils.metrics.evaluation import fitness
 from utils.run import settings as command
-from utils.run.callbacks import STOP, Callback, check_callbacks, check_picklable
+from utils.run.callback_checks import check_callbacks, check_picklable
+from utils.run.callbacks import STOP, Callback
 from utils.run.folder import going_on
 from utils.run.val_inputs import check_classes
 from utils.torch_utils import process_group, save_checkpoint

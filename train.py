@@ -48,7 +48,8 @@ from utils.dist.collectives import broadcast_object, check_same_weights, once, s
 from utils.dist.place import DistEnv, dist_env
 from utils.metrics.evaluation import Evaluation, TableRow, format_table
 from utils.run import events, folder, header, loading, notes, restarts, saving, settings, state, stopping
-from utils.run.callbacks import Callback, check_callbacks
+from utils.run.callback_checks import check_callbacks
+from utils.run.callbacks import Callback
 from utils.run.inputs import read_inputs
 from utils.run.progress import EpochProgress, RunClock
 from utils.run.state import Run

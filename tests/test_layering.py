@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,16 @@ def test_contributing_describes_every_folder() -> None:
 def test_imports_point_up() -> None:
     wrong = [line for module, path in project_modules().items() for line in wrong_imports(module, path.read_text())]
     assert not wrong, "each folder imports from rows above it only (ROWS in tests/test_layering.py)"
+
+
+def test_imports_run_in_no_circle() -> None:
+    """Not within a room either: what imports what it is imported by works in one order only."""
+    modules = project_modules()
+    imports = {}
+    for module, path in modules.items():
+        names = set(imported_names(ast.parse(path.read_text())))
+        imports[module] = {name for name in names | {name.rpartition(".")[0] for name in names} if name in modules}
+    TopologicalSorter(imports).prepare()  # raises CycleError
 
 
 def test_packages_are_empty() -> None:

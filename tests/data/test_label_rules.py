@@ -18,7 +18,8 @@ from tests.test_faults import assert_clear, call
 from utils.config.yaml_files import find_yaml, load_yaml
 from utils.core.errors import UserError
 from utils.data.index import build_index
-from utils.data.labels import BAD_CLASS, RowReader, check_rows
+from utils.data.label_rules import BAD_CLASS, check_rows
+from utils.data.labels import RowReader
 from utils.data.report import Problem, ScanReport, write_report
 from utils.torch_utils import save_checkpoint
 

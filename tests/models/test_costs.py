@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.costs import count_flops, saved_bytes
-from models.memory import check_batch
+from models.costs import check_batch, count_flops, saved_bytes
 from models.parser import ACTIVATIONS
 from models.yolo import DetectionModel
 from tests.common import PROJECT

@@ -22,19 +22,9 @@ from tests.dist.launch import free_port, torchrun
 from tests.runs import CHILD_ENVIRONMENT, back_to, results
 from utils.core.errors import LostDataError, UserError
 from utils.metrics.evaluation import summarize
-from utils.run.callbacks import (
-    STOP,
-    Callback,
-    Callbacks,
-    CheckpointSaved,
-    EpochEnd,
-    ExceptionRaised,
-    Stop,
-    TrainEnd,
-    TrainStart,
-    check_callbacks,
-    check_picklable,
-)
+from utils.run.callback_calls import Callbacks
+from utils.run.callback_checks import check_callbacks, check_picklable
+from utils.run.callbacks import STOP, Callback, CheckpointSaved, EpochEnd, ExceptionRaised, Stop, TrainEnd, TrainStart
 from utils.run.events import class_maps
 from utils.torch_utils import load_checkpoint
 
@@ -492,8 +482,8 @@ def test_all_that_cannot_travel_is_said_at_once() -> None:
 
 def test_classes_of_a_session_cannot_travel(tmp_path: Path) -> None:
     """Those of a script can: the processes run it. A REPL or a notebook has no file that they could run."""
-    code = "from utils.run.callbacks import Callback, check_picklable\nclass Mine(Callback):\n    pass\n\n"
-    code += "check_picklable([Mine()])\nprint('can')\n"
+    code = "from utils.run.callbacks import Callback\nfrom utils.run.callback_checks import check_picklable\n"
+    code += "class Mine(Callback):\n    pass\n\ncheck_picklable([Mine()])\nprint('can')\n"
     script = tmp_path / "script.py"
     script.write_text(code)
     for arguments, said in ((["-c", code], "session (REPL, notebook)"), ([str(script)], "")):

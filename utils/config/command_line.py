@@ -10,10 +10,11 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field
 from typing import Any, NoReturn, get_args
 
+from utils.config.pasted import QUOTE, as_meant
 from utils.core.errors import Problems, UserError, nearest, note_output, run_cli
 
 TYPE_WORDS: dict[Any, str] = {
@@ -26,12 +27,6 @@ TYPE_WORDS: dict[Any, str] = {
     bool | None: "true, false or nothing",
     bool | str: "a text, true or false",
 }
-
-# What word processors, chats and PDFs make of dashes, spaces and quotes, for whoever pastes a command from there.
-DASH = "[-\u00ad\u2010-\u2015\u2212\ufe58\ufe63\uff0d]"
-SPACE = "[\u00a0\u2000-\u200a\u202f\u205f\u3000]"
-UNSEEN = "[\u200b-\u200f\u2060\ufeff]"
-QUOTE = "[\u2018-\u201f\u00ab\u00bb\u2032\u2033]"
 
 
 def flag(default: Any, group: str, text: str, *aliases: str, **metadata: Any) -> Any:
@@ -319,39 +314,9 @@ def _known(kind: type[Any]) -> list[str]:
 
 
 def _pasted(argv: Sequence[str], kind: type[Any]) -> list[str]:
-    """Return a command line as it was meant: flags with two plain dashes, values without quotes around them.
-
-    A single dash, one of a word processor or a space that does not break lines is told from a part of a value by the
-    flag that it belongs to.
-    """
     switches = ["--no-" + item.name.replace("_", "-") for item in dataclasses.fields(kind) if item.type == bool | None]
     later = [spelling for spelling in kind.not_yet if " " not in spelling]
-    cores = {spelling.lstrip("-") for spelling in (*_known(kind), *switches, *later, "--help")}
-    words: list[str] = []
-    for word in argv:
-        parts = re.split(SPACE, word)
-        words += [part for part in parts if part] if any(_core(part) in cores for part in parts) else [word]
-    return [_pasted_word(word, cores) for word in words]
-
-
-def _core(word: str) -> str | None:
-    """Return the flag that a word names, without dashes; None for a word that does not begin with one, of any kind."""
-    spelling = re.sub(UNSEEN, "", word.partition("=")[0])
-    return re.sub(DASH, "-", spelling).lstrip("-") if re.match(DASH, spelling) else None
-
-
-def _pasted_word(word: str, cores: Container[str]) -> str:
-    core, (_, equals, value) = _core(word), word.partition("=")
-    if core is not None and (core in cores or (not word.startswith("-") and re.fullmatch("[A-Za-z][A-Za-z_-]*", core))):
-        return f"--{core}{equals}{_unquoted(value)}"
-    if core is not None and re.fullmatch(r"[\d.]+", core):
-        return f"-{core}"
-    return _unquoted(word)
-
-
-def _unquoted(value: str) -> str:
-    """Return a value without quotes around it that no shell has taken away: typographic ones, on Windows also ' '."""
-    return value[1:-1] if re.fullmatch(f"{QUOTE}.*{QUOTE}|'.*'", value) else value
+    return as_meant(argv, (*_known(kind), *switches, *later, "--help"))
 
 
 def _report_unknown(unknown: Sequence[str], kind: type[Any], problems: Problems) -> None:

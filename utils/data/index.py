@@ -22,7 +22,8 @@ from utils.core.errors import UserError
 from utils.core.heartbeat import Phase, beat
 from utils.data.image_lists import find_labels, list_images
 from utils.data.index_file import Arrays, map_index, write_index
-from utils.data.labels import BAD_CLASS, BOX_COLUMNS, around_images
+from utils.data.label_rules import BAD_CLASS, BOX_COLUMNS
+from utils.data.labels import around_images
 from utils.data.polygons import Polygons
 from utils.data.report import Problem, ScanReport, report_csv, shortened
 from utils.data.scan import CORRUPT, LEFT_OUT, Files, Part, Rules, scan, shared_stats

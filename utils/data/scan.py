@@ -20,7 +20,9 @@ from utils.core.heartbeat import beating
 from utils.core.image_files import ImageError, image_size, page_count, retried
 from utils.core.signals import STOP_SIGNALS, interrupts_held
 from utils.data.forks import fork_context, may_have_children
-from utils.data.labels import Looks, RowReader, check_rows
+from utils.data.label_looks import Looks
+from utils.data.label_rules import check_rows
+from utils.data.labels import RowReader
 from utils.data.report import Problem
 from utils.dist.collectives import gather_on_machine, once_per_machine
 from utils.dist.place import DistEnv

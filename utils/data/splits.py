@@ -7,7 +7,8 @@ from utils.config.data_yaml import DataConfig, check_split_paths
 from utils.core.errors import Problems, UserError
 from utils.data.fetch import ensure_data
 from utils.data.index import LabelIndex, build_index, listed
-from utils.data.labels import LEFT_OUT_ROW, label_path
+from utils.data.label_rules import LEFT_OUT_ROW
+from utils.data.labels import label_path
 from utils.data.shapes import ensure_shapes
 from utils.dist.collectives import all_gather_objects, once_per_machine
 from utils.dist.place import ALONE, DistEnv

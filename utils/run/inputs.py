@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from models.build import check_imgsz, fit_imgsz, freeze, network_spec, start_from, with_anchor_count
+from models.costs import check_batch
 from models.families import Family, build_network, family_of, load_weights
-from models.memory import check_batch
 from models.yolo import DetectionModel, load_state
 from utils.checkpoints.files import checkpoint_bytes
 from utils.config.build import build_config, config_to_dict

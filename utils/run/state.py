@@ -25,7 +25,8 @@ from utils.data.report import Problem, ScanReport, write_report
 from utils.dist.ballot import Ballot
 from utils.dist.place import DistEnv
 from utils.run.agreement import data_facts
-from utils.run.callbacks import Callback, Callbacks
+from utils.run.callback_calls import Callbacks
+from utils.run.callbacks import Callback
 from utils.run.folder import check_claim, versions, write_description
 from utils.run.inputs import TrainInputs
 from utils.run.notes import Notes
