@@ -34,9 +34,9 @@ from tests.data.test_sampler import HYP, load
 from tests.dist.launch import descendants, free_port, kill, start, torchrun, wait_for, wait_for_end
 from utils.config.recipe import Hyp
 from utils.config.yaml_files import find_yaml, load_yaml
-from utils.core.caches import replacing
 from utils.core.errors import LostDataError, UserError
 from utils.core.image_files import RETRY_AFTER, ImageError, _Storage, image_size, read_image, retried
+from utils.core.whole_files import write_whole
 from utils.core.wording import duration
 from utils.data.dataset import SUBSTITUTES, DetectionDataset, create_cache
 from utils.data.index import LabelIndex, build_index
@@ -747,14 +747,13 @@ def test_clocks_that_jump(jumping: None, tmp_path: Path, capfd: pytest.CaptureFi
 
 def test_clocks_that_jump_and_files_of_others(jumping: None, tmp_path: Path) -> None:
     """What another process is writing is not taken for what a dead one has left; that is known by the disk's clock."""
-    fresh, old = tmp_path / "x.index.1.tmp", tmp_path / "x.index.2.tmp"
+    fresh, old = tmp_path / ".x.index.1.tmp", tmp_path / ".x.index.2.tmp"
     fresh.write_text("being written")
     old.write_text("left")
     past = fresh.stat().st_mtime - 7200
     os.utime(old, (past, past))
-    with replacing(tmp_path / "x.index") as descriptor:
-        os.write(descriptor, b"new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.index", "x.index.1.tmp"]
+    write_whole(tmp_path / "x.index", "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".x.index.1.tmp", "x.index"]
 
 
 def test_times_of_files_that_jump_back(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ import pytest
 
 from tests.common import PROJECT, SHARED, as_nobody, needs_root, needs_shared, wait_until
 from utils.config.data_yaml import DataConfig
-from utils.core.caches import replacing
 from utils.core.errors import UserError
 from utils.data import index as index_module
 from utils.data import scan
@@ -393,27 +392,6 @@ def test_concurrent_builds(tmp_path: Path) -> None:
     assert [path.suffix for path in (tmp_path / ".lockstep").iterdir()] == [".index"]
 
 
-def replace_often(file: Path, value: int) -> None:
-    for _ in range(60):
-        with replacing(file) as descriptor:
-            for _ in range(4):
-                os.write(descriptor, bytes([value]) * 50_000)
-        assert len(set(file.read_bytes())) == 1
-
-
-@needs_fork
-def test_concurrent_writers_of_one_file(tmp_path: Path) -> None:
-    """A file is one writer's as a whole, and none fails (ultralytics#8627)."""
-    assert FORK is not None
-    processes = [FORK.Process(target=replace_often, args=(tmp_path / "x", value)) for value in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0] * 4
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
-
-
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
     """A folder that even root cannot write, with a data set in it; skipped where there can be none."""
@@ -450,24 +428,6 @@ def test_no_place_for_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert index.file is None
     assert index.num_instances == 1
     assert "the label index is not kept for the next run" in log.text
-
-
-def test_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    file = tmp_path / "x.index"
-    file.write_text("old")
-    stale = tmp_path / "x.index.abc.tmp"
-    stale.touch()
-    os.utime(stale, (0, 0))
-
-    def fail() -> None:
-        with replacing(file) as descriptor:
-            os.write(descriptor, b"ne")
-            raise OSError("full")
-
-    with pytest.raises(OSError, match="full"):
-        fail()
-    assert [path.name for path in tmp_path.iterdir()] == ["x.index"]
-    assert file.read_text() == "old"
 
 
 # --- the scan's processes --------------------------------------------------------------------------------------------

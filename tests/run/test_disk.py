@@ -575,6 +575,12 @@ def contents(folder: Path) -> dict[str, tuple[float, bytes]]:
     return {str(path): (path.stat().st_mtime, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
 
+def stands_still(pid: int) -> bool:
+    """Whether all threads of a process that was told to stop do: what one asked of the system is done first."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+
+
 def test_two_runs_in_one_folder(data: Path, tmp_path: Path) -> None:
     """The second is refused and changes nothing; when the first is dead (kill -9) the folder is free at once."""
     run_dir = tmp_path / "run"
@@ -584,6 +590,8 @@ def test_two_runs_in_one_folder(data: Path, tmp_path: Path) -> None:
             time.sleep(0.01)
         os.kill(first.pid, signal.SIGSTOP)
         try:
+            while not stands_still(first.pid):
+                time.sleep(0.01)
             before = contents(run_dir)
             (tmp_path / "link").symlink_to(run_dir)
             others = [

@@ -11,7 +11,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,13 @@ from utils.checkpoints.torch_files import StoredTensor, TorchFile
 from utils.config.published import WEIGHTS
 from utils.core.errors import UserError, nearest_file
 from utils.core.logging import get_logger
+from utils.core.whole_files import copy_whole, replacing, sync_folder, temporary_path
 
 WEIGHT_SUFFIXES = (".pt", ".pth", ".safetensors")
 CHECKPOINT_FORMAT = 1  # raised when older programs can't read the files any more
 SEAL = ("checkpoint_format", "digest")  # what of a file is not content
 MOST_NESTED = 50  # dicts and lists of a checkpoint in one another: a run's have some ten
-TEMPORARY = re.compile(r"\..+\.pt\.([0-9]+)\.tmp")
+TEMPORARY = re.compile(r"\..+\.pt\.([0-9]+)(?:\.[0-9a-f]+)?\.tmp")
 
 
 def checkpoint_bytes(state: Any) -> int:
@@ -276,60 +277,49 @@ def write_checkpoint(
     folders = sorted({path.parent, *(copy_path.parent for copy_path in also)})
     for folder in folders:
         remove_stale(folder)
-    temporary = temporary_path(path)
-    try:
-        write_synced(content, temporary)
+    with replacing(path) as file:
+        _write_synced(content, file)
         check()
         if keep_previous and path.exists():
-            place(path, previous_path(path))
+            _place(path, previous_path(path))
         for copy_path in also:
-            place(temporary, copy_path)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            _place(Path(file.name), copy_path)
     for folder in folders:
-        sync_folder(folder)
+        if folder != path.parent:
+            sync_folder(folder)
 
 
-def write_synced(content: dict[str, Any], path: Path) -> None:
-    """Write a file and wait until the disk has it.
+def _write_synced(content: dict[str, Any], file: IO[bytes]) -> None:
+    """Write a file and wait until the disk has it, before it gets its names.
 
     Raises:
         OSError: it could not be written; the message has the space needed and the space there is.
     """
     try:
-        with path.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:  # torch's writer hides the system's error behind one of its own
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
-        needed, free = checkpoint_bytes(content) / 1e6, shutil.disk_usage(path.parent).free / 1e6
+        needed, free = checkpoint_bytes(content) / 1e6, shutil.disk_usage(Path(file.name).parent).free / 1e6
         message = f"{cause.strerror}: the checkpoint needs {needed:.0f} MB, {free:.0f} MB are free"
-        raise OSError(cause.errno, message, str(path.parent)) from error
+        raise OSError(cause.errno, message, str(Path(file.name).parent)) from error
 
 
-def temporary_path(path: Path) -> Path:
-    """Name of a file of this process beside its final place."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
-def place(source: Path, target: Path) -> None:
+def _place(source: Path, target: Path) -> None:
     """Give a finished file a second name, swapped in whole."""
-    temporary = temporary_path(target)
-    temporary.unlink(missing_ok=True)
+    beside = temporary_path(target)
     try:
-        try:
-            os.link(source, temporary)
-        except OSError:  # a file system without hard links
-            shutil.copyfile(source, temporary)
-            with temporary.open("rb+") as file:
-                os.fsync(file.fileno())
-        os.replace(temporary, target)
+        os.link(source, beside)
+    except OSError:  # a file system without hard links
+        copy_whole(source, target)
+        return
+    try:
+        os.replace(beside, target)
     finally:
-        temporary.unlink(missing_ok=True)  # still there if both were one file already: then the rename does nothing
+        beside.unlink(missing_ok=True)  # still there if both were one file already: then the rename does nothing
 
 
 def remove_stale(folder: Path) -> None:
@@ -359,14 +349,3 @@ def _is_running(pid: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the disk has a folder's names, so that a rename outlasts a power cut."""
-    if sys.platform == "win32":  # folders can't be synced there
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,11 +1,10 @@
-"""Files that later runs may use again: the folder they are in, how they are written, what tells them apart."""
+"""Files that later runs may use again: the folder they are in, what tells them apart."""
 
 import contextlib
 import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from utils.core.errors import UserError
@@ -39,37 +38,6 @@ def cache_folder() -> Path:
     raise UserError(
         f"{private}, for caches, is not this user's own folder; set XDG_CACHE_HOME to a folder you can write to"
     )
-
-
-@contextlib.contextmanager
-def replacing(file: Path) -> Iterator[int]:
-    """Descriptor of a new file that takes the place of ``file`` if the block succeeds, and is removed if it fails.
-
-    The temporary name is unique, so several processes may do this at once and the last one wins. What a killed process
-    left behind is removed an hour later.
-
-    Raises:
-        OSError: the folder cannot be made or written, or the disk is full.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(".tmp", f"{file.name}.", file.parent)
-    try:
-        now = os.fstat(descriptor).st_mtime  # by the clock of the file system, which may be another machine's
-        for old in file.parent.glob(f"{file.name}.*.tmp"):
-            with contextlib.suppress(OSError):
-                if now - old.stat().st_mtime > 3600:
-                    old.unlink()
-        if hasattr(os, "fchmod"):
-            os.fchmod(descriptor, 0o644)  # a data set may be shared by several users
-        yield descriptor
-        os.close(descriptor)
-        descriptor = -1
-        os.replace(temporary, file)
-    except BaseException:
-        if descriptor >= 0:
-            os.close(descriptor)
-        os.unlink(temporary)
-        raise
 
 
 def content_digest(*parts: bytes) -> str:

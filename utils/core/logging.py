@@ -3,7 +3,6 @@
 import csv
 import logging
 import math
-import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from utils.core.errors import note_output, say_on_stderr
+from utils.core.whole_files import write_whole
 
 
 class _Handler(logging.Handler):
@@ -110,9 +110,7 @@ class CsvLog:
         lines += [
             _line(rows[number].get(name, "") for name in self.columns) for number in sorted(rows) if number <= epoch
         ]
-        beside = self.path.with_name(f"{self.path.name}.tmp")
-        beside.write_text("".join(lines), encoding="utf-8")
-        os.replace(beside, self.path)
+        write_whole(self.path, "".join(lines))
 
     def _rows(self) -> dict[int, dict[str, str]]:
         """Return what the file holds, by epoch; of an epoch that is there twice the last row."""

@@ -39,6 +39,7 @@ from utils.config.published import WEIGHTS, Published
 from utils.core.errors import UserError
 from utils.core.heartbeat import beat, beating
 from utils.core.logging import get_logger
+from utils.core.whole_files import replacing
 
 OFFLINE, MIRROR = "LOCKSTEP_OFFLINE", "LOCKSTEP_MIRROR"
 CONNECT = 10.0  # seconds to reach a server
@@ -160,17 +161,10 @@ def _fetch_one(file: Published, target: Path) -> None:
         raise _GiveUpError(f"{shown(address)} is no https or http address")
     for left in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):  # of a process that is gone
         left.unlink(missing_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     size = f"{file.size / 1e6:.1f} MB, " if file.size else ""
     get_logger().info(f"fetching    {shown(address)} to {target} ({size}{file.license})")
-    try:
-        with temporary.open("w+b") as opened:
-            _receive(address, file, _Part(opened, file))
-            opened.flush()
-            os.fsync(opened.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(target) as opened:
+        _receive(address, file, _Part(opened, file))
 
 
 class _Part:

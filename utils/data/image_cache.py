@@ -24,7 +24,8 @@ from typing import Any
 import cv2
 import numpy as np
 
-from utils.core.caches import content_digest, replacing
+from utils.core.caches import content_digest
+from utils.core.whole_files import replacing
 from utils.data.index import LabelIndex, cache_folders
 
 MAGIC = b"LSIMAGE1"
@@ -277,8 +278,8 @@ def _on_disk(folder: Path, name: str, key: str, shapes: np.ndarray) -> _PackedFi
     except (ValueError, FileNotFoundError):
         folder.mkdir(parents=True, exist_ok=True)
     old = file.stat().st_size if file.exists() else 0
-    with replacing(file) as descriptor:
-        _write(descriptor, key, shapes, int(DISK_SHARE * (shutil.disk_usage(folder).free + old)))
+    with replacing(file, durable=False) as new:
+        _write(new.fileno(), key, shapes, int(DISK_SHARE * (shutil.disk_usage(folder).free + old)))
     try:
         return _attach(file, key)
     except ValueError as error:  # another run on other data has put its own there meanwhile

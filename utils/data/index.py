@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from utils.core.caches import cache_folder, content_digest, replacing
+from utils.core.caches import cache_folder, content_digest
 from utils.core.errors import UserError
 from utils.core.heartbeat import Phase, beat
+from utils.core.whole_files import write_whole
 from utils.data.image_lists import find_labels, list_images
 from utils.data.index_file import Arrays, map_index, write_index
 from utils.data.label_rules import BAD_CLASS, BOX_COLUMNS
@@ -258,8 +259,9 @@ def listed(problems: dict[str, list[Problem]], image: str) -> str:
     flat = [str(problem) for found in problems.values() for problem in found]
     lines = shortened([f"  {line}" for line in flat[:LISTED]], len(flat))
     for folder in cache_folders(image) if len(flat) > LISTED else ():
-        with contextlib.suppress(OSError), replacing(folder / "problems.csv") as descriptor:
-            os.write(descriptor, report_csv(problems).encode("utf-8", "surrogateescape"))
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / "problems.csv", report_csv(problems).encode("utf-8", "surrogateescape"))
             lines.append(f"  all of them: {folder / 'problems.csv'}")
             break
     return "\n".join(lines)

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import mmap
-import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.core.caches import replacing
+from utils.core.whole_files import replacing
 from utils.data.report import ScanReport
 
 MAGIC = b"LSINDEX1"
@@ -50,7 +49,8 @@ def write_index(arrays: Arrays, meta: Mapping[str, Any], files: Sequence[Path], 
     errors = []
     for file in files:
         try:
-            with replacing(file) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as out:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file, durable=False) as out:
                 out.writelines([front, b"\0" * (-len(front) % 64), *body])
         except OSError as error:
             errors.append(f"{file.parent}: {error.strerror}")

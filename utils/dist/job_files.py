@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.core.errors import UserError
+from utils.core.whole_files import write_whole
 
 DIGEST = "LOCKSTEP_JOB_SHA256"  # in the environment of those who may read the job
 JOB, OUTCOME, MISTAKE = "job.pickle", "outcome.json", "mistake.json"
@@ -172,9 +173,7 @@ def _main_script() -> str:
 
 def write_outcome(folder: Path, name: str, content: Any) -> None:
     """Write what comes back, whole or not at all."""
-    beside = folder / f"{name}.tmp"
-    beside.write_text(json.dumps(content))
-    beside.replace(folder / name)
+    write_whole(folder / name, json.dumps(content), durable=False)
 
 
 def read_outcome(folder: Path, name: str) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 from utils.config.data_yaml import DataConfig
 from utils.core.errors import UserError
 from utils.core.logging import get_logger, without_nan
+from utils.core.whole_files import write_whole
 from utils.data.class_names import same_names
 from utils.data.index import LabelIndex
 from utils.inference.detection_files import label_rows
@@ -95,17 +96,9 @@ def write_json(path: Path, content: Any, indent: int | None = None) -> None:
     Raises:
         UserError: it can't be written.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with beside.open("w", encoding="utf-8") as file:
-            json.dump(without_nan(content), file, indent=indent)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        write_whole(path, json.dumps(without_nan(content), indent=indent) + "\n")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
         raise UserError(f"{path} can't be written: {error.strerror}") from error
 
 

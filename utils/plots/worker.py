@@ -14,6 +14,7 @@ from typing import Any
 import cv2
 from matplotlib.figure import Figure
 
+from utils.core.whole_files import replacing
 from utils.plots.charts import confidence_chart, confusion_chart, labels_chart, pr_chart, results_chart
 from utils.plots.pages import page
 
@@ -60,18 +61,14 @@ def draw(path: Path, kind: str, values: Mapping[str, Any]) -> None:
         values: arguments of the function it names.
     """
     picture: Any = DRAW[kind](**values)  # type: ignore[operator]
-    beside = path.with_name(f".{path.name}")
-    try:
+    with replacing(path, durable=False) as file:
         if isinstance(picture, Figure):
             options = {"quality": JPEG_QUALITY} if path.suffix == ".jpg" else {}
-            picture.savefig(beside, format=path.suffix[1:], pil_kwargs=options)
+            picture.savefig(file, format=path.suffix[1:], pil_kwargs=options)
         else:
             ok, encoded = cv2.imencode(path.suffix, picture, [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])
             assert ok, f"no {path.suffix} could be made"
-            encoded.tofile(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)  # of a disk that was full in the middle
+            file.write(encoded.tobytes())
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ except ImportError:  # Windows
 from utils.config.yaml_files import ROOT, dump_yaml
 from utils.core.errors import NotWrittenError, UserError
 from utils.core.signals import OURS
+from utils.core.whole_files import copy_whole, write_whole
 from utils.dist.place import dist_env
 
 RESUME = "RESUME"  # left by a run that was stopped and can go on
@@ -105,10 +106,8 @@ def _facts(run_dir: Path) -> dict[str, Any]:
 
 def _note_end(run_dir: Path, end: Mapping[str, str]) -> None:
     facts = {key: value for key, value in _facts(run_dir).items() if key != FINISHED} | dict(end)
-    beside = run_dir / f"{FACTS}.tmp"
     with contextlib.suppress(OSError):  # of a full disk: --resume reads the checkpoint then
-        beside.write_text(json.dumps(facts, indent=2) + "\n")
-        beside.replace(run_dir / FACTS)
+        write_whole(run_dir / FACTS, json.dumps(facts, indent=2) + "\n")
 
 
 def write_yaml(path: Path, values: Mapping[str, Any]) -> None:
@@ -345,9 +344,7 @@ def take_along(origin: Path | None, checkpoint: Path, best: Path | None, run_dir
         copies.append((best, run_dir / "weights" / "best.pt"))
     try:
         for source, target in [*copies, (checkpoint, run_dir / "weights" / "last.pt")]:
-            beside = target.with_name(f"{target.name}.tmp")
-            shutil.copyfile(source, beside)
-            beside.replace(target)
+            copy_whole(source, target)
     except OSError as error:
         shutil.rmtree(run_dir, ignore_errors=True)
         raise UserError(

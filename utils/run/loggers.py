@@ -7,7 +7,6 @@ written as any callback is, with ``may_stop`` False.
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from utils.config.flags import LOGGERS
 from utils.core.errors import UserError, nearest
 from utils.core.logging import CsvLog, append_whole, get_logger, without_nan
+from utils.core.whole_files import write_whole
 from utils.run.callbacks import Callback, EpochEnd, ExceptionRaised, Stop, TrainEnd, TrainStart
 from utils.run.folder import versions
 
@@ -118,9 +118,7 @@ class JsonlLogger(FileLogger):
             there = _whole_lines(self._path)
             lines = [line for line, content in there if "flags" in content][:1] or lines
             lines += [line for line, content in there if content.get("epoch", math.inf) < event.resumed_epoch]
-        beside = self._path.with_name(f"{self._path.name}.tmp")
-        beside.write_bytes(b"".join(lines))
-        os.replace(beside, self._path)
+        write_whole(self._path, b"".join(lines))
         self._size, self._due = self._path.stat().st_size, b""
 
     def on_epoch_end(self, event: EpochEnd) -> Stop | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from utils.config.flags import TrainConfig
 from utils.core.errors import DivergedError
+from utils.core.whole_files import write_whole
 from utils.run.folder import RESUME, claim, create_run_dir, forget_end, prepare_weights_dir, take_along
 
 RECORD = ".launch.json"
@@ -101,9 +102,7 @@ def begin_life(run_dir: Path, life: Life, step: int) -> None:
     record = Record(life.run_id, life.agent, record.steps if record else [])
     record.steps.append(step)
     with contextlib.suppress(OSError):  # of a full disk: the run is not found again, but runs
-        beside = run_dir / f"{RECORD}.tmp"
-        beside.write_text(json.dumps(asdict(record)))
-        beside.replace(run_dir / RECORD)
+        write_whole(run_dir / RECORD, json.dumps(asdict(record)))
     last = record.steps[-PATIENCE - 1 :]
     if len(last) > PATIENCE and len(set(last)) == 1:
         raise DivergedError(
