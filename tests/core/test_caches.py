@@ -8,6 +8,7 @@ import pytest
 from tests.common import as_nobody, needs_root
 from utils.core.caches import cache_folder
 from utils.core.errors import UserError
+from utils.data.index import cache_folders
 
 
 def test_caches_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,6 +16,9 @@ def test_caches_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "~")  # what ~ is for a user whom no file knows
+    (tmp_path / "images").mkdir()
+    assert cache_folders(f"{tmp_path}/images/1.jpg") == [tmp_path / ".lockstep"]
+    assert os.listdir(tmp_path) == ["images"]  # nothing is made that is not needed
     private = cache_folder()
     assert private.parent == tmp_path and private.name == f"lockstep-{os.getuid()}"
     assert private.stat().st_mode & 0o777 == 0o700

@@ -16,23 +16,28 @@ def may_be_made(folder: Path) -> bool:
     return there is not None and os.access(there, os.W_OK | os.X_OK)
 
 
+def home_cache() -> Path | None:
+    """Return the folder in ``$XDG_CACHE_HOME``, else in ``~/.cache``; None where it can't be."""
+    wanted = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lockstep")
+    return wanted if wanted.is_absolute() and may_be_made(wanted) else None
+
+
 def cache_folder() -> Path:
     """Return the folder for what this user's runs keep for the next ones where nothing can be written beside the data.
 
-    In ``$XDG_CACHE_HOME``, else in ``~/.cache``; where there is no home, or nothing can be written there (containers
-    with a user of their own, services), a private folder in the temporary one.
+    That of `home_cache`, else (containers with a user of their own, services) a private one in the temporary folder,
+    which is made: others may write there too.
 
     Raises:
         UserError: that one is somebody else's.
     """
-    wanted = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "lockstep")
-    if wanted.is_absolute() and may_be_made(wanted):
+    if wanted := home_cache():
         return wanted
     user = os.getuid() if hasattr(os, "getuid") else None
     private = Path(tempfile.gettempdir(), f"lockstep-{user}")
     with contextlib.suppress(OSError):
         private.mkdir(mode=0o700, exist_ok=True)
-        found = private.lstat()  # others may write to the temporary folder as well
+        found = private.lstat()
         if stat.S_ISDIR(found.st_mode) and (user is None or (found.st_uid == user and not found.st_mode & 0o022)):
             return private
     raise UserError(

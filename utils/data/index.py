@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from utils.core.caches import cache_folder, content_digest
+from utils.core.caches import cache_folder, content_digest, home_cache, may_be_made
 from utils.core.errors import UserError
 from utils.core.heartbeat import Phase, beat
 from utils.core.whole_files import write_whole
@@ -272,6 +272,7 @@ def cache_folders(image: str) -> list[Path]:
     folder = image.rpartition("/")[0]
     around = around_images(folder)
     places = [Path((around[0][0] if around else folder) or "/") / ".lockstep"]
-    with contextlib.suppress(UserError):  # a run goes without
-        places.append(cache_folder())
+    if home_cache() or not may_be_made(places[0]):  # else the folder in the temporary one is not needed
+        with contextlib.suppress(UserError):  # a run goes without
+            places.append(cache_folder())
     return places
