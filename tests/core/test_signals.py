@@ -224,6 +224,8 @@ import ctypes, os, signal, sys, time
 from utils.core import signals as interrupts
 interrupts.IN_C = 1.0
 
+interrupts.SAME_MOMENT = 0.5
+
 def wait_in_c():
     mutex = ctypes.create_string_buffer(128)
     for _ in range(2):  # the second time for good
@@ -234,6 +236,10 @@ with interrupts.stops_end_the_process(), interrupts.stops_reach_c():
         with interrupts.StopRequest().heeded():
             os.write(1, b"ready\\n")
             wait_in_c()
+    if "twice" in sys.argv:
+        with interrupts.StopRequest().heeded():
+            signal.raise_signal(signal.SIGTERM)
+        time.sleep(1)
     try:
         os.write(1, b"ready\\n")
         time.sleep(3) if "python" in sys.argv else wait_in_c()
@@ -276,9 +282,10 @@ def in_c() -> Iterator[Start]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="waits for a lock of the C library")
-def test_sigterm_reaches_a_wait_in_c(in_c: Start) -> None:
+@pytest.mark.parametrize("how", ["once", "twice"])  # also if one was heard before
+def test_sigterm_reaches_a_wait_in_c(in_c: Start, how: str) -> None:
     """NVIDIA/nccl#585: a rank whose GPU waits for one that is gone was there until it was killed, a minute later."""
-    process = in_c()
+    process = in_c(how)
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 1
 

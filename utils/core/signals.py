@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import os
 import signal
 import threading
@@ -39,7 +40,7 @@ def _handled(handler: "signal._HANDLER", signals: Sequence[int]) -> Iterator[Non
     before = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
 
     def heard(number: int, frame: FrameType | None) -> None:
-        _heard.set()
+        _Heard.at = time.monotonic()
         handler(number, frame)  # type: ignore[operator, misc]
 
     try:
@@ -48,20 +49,26 @@ def _handled(handler: "signal._HANDLER", signals: Sequence[int]) -> Iterator[Non
         yield
     finally:
         for number, old in before.items():
-            signal.signal(number, signal.SIG_IGN if _leaving else old)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # see `ignore_from_here`
+                signal.signal(number, old)
 
 
-_heard = threading.Event()  # a handler has run
-_leaving: list[str] = []  # what a process that is on its way out was asked by
+class _Heard:
+    """When a handler has run last, which interrupts whatever runs: where else could it say so?
+
+    Attributes:
+        at: on the monotonic clock.
+    """
+
+    at = -math.inf
 
 
-def ignore_from_here(by: str) -> None:
+def ignore_from_here() -> None:
     """Ignore signals to stop from here to the end of the process, which is leaving because it was asked to.
 
     The first rank that is gone makes its launcher end the others, in the middle of their last words.
     """
     if in_main_thread():
-        _leaving.append(by)
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -102,10 +109,12 @@ def stops_reach_c() -> Iterator[None]:
     def watch() -> None:
         with open(reader, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
-                if number[0] == signal.SIGTERM and not _heard.wait(IN_C):
-                    os._exit(1)
+                since = time.monotonic() - SAME_MOMENT  # of signals that come together a handler may hear but one
+                while number[0] == signal.SIGTERM and _Heard.at < since:
+                    if time.monotonic() > since + SAME_MOMENT + IN_C:
+                        os._exit(1)
+                    time.sleep(0.1)
 
-    _heard.clear()
     _not_in_children()
     threading.Thread(target=watch, name="signals", daemon=True).start()
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
