@@ -32,7 +32,6 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(downloads, "PAUSE", 0.01)
     monkeypatch.setattr(downloads, "STALL", 0.3)
-    monkeypatch.setattr(downloads, "CONNECT", 30.0)
 
 
 @pytest.fixture

@@ -16,22 +16,12 @@ import ssl
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import IO, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import unquote, urlsplit
-from urllib.request import (
-    HTTPDefaultErrorHandler,
-    HTTPErrorProcessor,
-    HTTPHandler,
-    HTTPRedirectHandler,
-    HTTPSHandler,
-    OpenerDirector,
-    ProxyHandler,
-    Request,
-    UnknownHandler,
-)
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from tqdm import tqdm
 
@@ -42,8 +32,7 @@ from utils.core.logging import get_logger
 from utils.core.whole_files import replacing
 
 OFFLINE, MIRROR = "LOCKSTEP_OFFLINE", "LOCKSTEP_MIRROR"
-CONNECT = 10.0  # seconds to reach a server
-STALL, LEAST = 30.0, 1 << 14  # a connection that brings fewer bytes in so many seconds is given up
+STALL, LEAST = 30.0, 1 << 14  # a server that can't be reached or brings fewer bytes in so many seconds is given up
 TRIES, PAUSE = 4, 1.0  # seconds before the second try, twice as long before each further one
 PIECE = 1 << 18  # bytes read at a time
 ROOM_EVERY = 64 << 20  # bytes after which the disk is looked at again
@@ -238,7 +227,8 @@ def _try_once(address: str, file: Published, part: _Part) -> None:
     headers = {"User-Agent": "lockstep", "Accept-Encoding": "identity"}
     if part.size and part.tag:
         headers |= {"Range": f"bytes={part.size}-", "If-Range": part.tag}
-    with _opener(address).open(Request(address, headers=headers), timeout=CONNECT) as response:
+    opener = build_opener(_Redirects(urlsplit(address).scheme.lower()))
+    with opener.open(Request(address, headers=headers), timeout=STALL) as response:
         if response.status != 206 or f"bytes {part.size}-" not in response.headers.get("Content-Range", ""):
             part.restart()
             if response.status == 206:
@@ -293,35 +283,6 @@ def _network_errors() -> Iterator[None]:
         raise _TryAgainError(f"the connection broke ({error or type(error).__name__})") from None
 
 
-# Connections ----------------------------------------------------------------------------------------------------------
-
-
-class _Http(HTTPConnection):
-    """A connection that is given up soon while it is made, later when it is slow."""
-
-    def connect(self) -> None:
-        super().connect()
-        self.sock.settimeout(STALL)
-
-
-class _Https(HTTPSConnection):
-    """The same over TLS."""
-
-    def connect(self) -> None:
-        super().connect()
-        self.sock.settimeout(STALL)
-
-
-class _HttpHandler(HTTPHandler):
-    def http_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_Http, req)
-
-
-class _HttpsHandler(HTTPSHandler):
-    def https_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_Https, req, context=ssl.create_default_context())
-
-
 class _Redirects(HTTPRedirectHandler):
     """Follows to https, and to http from where http was asked for; never to a file of this machine."""
 
@@ -332,22 +293,6 @@ class _Redirects(HTTPRedirectHandler):
         if urlsplit(newurl).scheme not in {"https", self.began}:
             raise _GiveUpError(f"the server leads to {shown(newurl)}, which is no https address")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def _opener(address: str) -> OpenerDirector:
-    """Make what opens addresses: https, http and proxies, and no other kind (urllib's own opens files too)."""
-    opener = OpenerDirector()
-    for handler in (
-        ProxyHandler(),
-        UnknownHandler(),
-        _HttpHandler(),
-        _HttpsHandler(),
-        HTTPDefaultErrorHandler(),
-        _Redirects(urlsplit(address).scheme.lower()),
-        HTTPErrorProcessor(),
-    ):
-        opener.add_handler(handler)
-    return opener
 
 
 # Taking turns ---------------------------------------------------------------------------------------------------------
