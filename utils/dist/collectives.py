@@ -16,13 +16,6 @@ from utils.dist.place import DistEnv
 T = TypeVar("T")
 
 
-_board: list[dist.Store] = []  # where the ranks met, while a process group is up; see `post`
-
-
-# The ranks of this machine as a group of their own, while a process group is up and there are other machines.
-_machine_group: list[dist.ProcessGroup] = []
-
-
 MOST_GATHERED = 4  # ranks whose small tensors are gathered to be summed
 
 
@@ -157,7 +150,7 @@ def gather_on_machine(obj: T, env: DistEnv) -> list[T]:
     """The objects of this machine's ranks in their order, on its first; an empty list elsewhere. Collective."""
     if env.local_world_size == 1:
         return [obj]
-    return _gather(obj, env.local_world_size, env.local_rank == 0, _machine())
+    return _gather(obj, env.local_world_size, env.local_rank == 0, env.meeting.machine)
 
 
 def barrier(env: DistEnv) -> None:
@@ -166,15 +159,15 @@ def barrier(env: DistEnv) -> None:
         all_gather_objects(None, env)  # over Gloo, as all objects: NCCL's barrier would need to be told the device
 
 
-def post(word: str) -> None:
+def post(word: str, env: DistEnv) -> None:
     """Put up a word for all ranks, where they met; nobody waits for it, and it stays until the group ends."""
-    for store in _board:
-        store.set(word, "")
+    if env.meeting.store is not None:
+        env.meeting.store.set(word, "")
 
 
-def is_posted(word: str) -> bool:
+def is_posted(word: str, env: DistEnv) -> bool:
     """Whether any rank has put up a word; costs a question over the network. Never so without other ranks."""
-    return any(store.check([word]) for store in _board)
+    return env.meeting.store is not None and env.meeting.store.check([word])
 
 
 def once(work: Callable[[], T], env: DistEnv) -> T:
@@ -192,12 +185,7 @@ def once_per_machine(work: Callable[[], T], env: DistEnv) -> T:
     Raises:
         UserError: the work raised it; it is raised on all ranks of the machine.
     """
-    return _shared(work, env.local_rank == 0, env.local_world_size, _machine())
-
-
-def _machine() -> dist.ProcessGroup | None:
-    """The group of this machine's ranks; None, which is all ranks, where there is no other machine."""
-    return _machine_group[0] if _machine_group else None
+    return _shared(work, env.local_rank == 0, env.local_world_size, env.meeting.machine)
 
 
 def _shared(work: Callable[[], T], does: bool, ranks: int, group: dist.ProcessGroup | None) -> T:

@@ -18,9 +18,9 @@ from torch.distributed.rendezvous import rendezvous
 from utils.core.errors import UserError, say_on_stderr
 from utils.core.logging import get_logger
 from utils.core.signals import stops_need_no_python
-from utils.dist.collectives import _board, _machine_group, all_gather_objects
+from utils.dist.collectives import all_gather_objects
 from utils.dist.interfaces import interface_towards, ipv4_addresses
-from utils.dist.place import DistEnv
+from utils.dist.place import DistEnv, Meeting
 
 JOIN_TIMEOUT = 900  # seconds for all ranks to connect to the first one, as torchrun has them for its machines
 WAIT_LINE = 10  # seconds between lines of a rank that waits for that
@@ -35,7 +35,7 @@ NCCL_HINT = (
 )
 
 _groups = itertools.count()  # numbers the process groups of this process
-_nodes: list[int] = []  # the machine of each rank, while a process group is up
+_open: list[Meeting] = []  # of the process group that is up, which an exception may have left
 
 
 def disconnect(failed: bool = False) -> None:
@@ -46,11 +46,10 @@ def disconnect(failed: bool = False) -> None:
             which may be waiting for this one, so that then it is the end of the process that ends the group, or the
             next one.
     """
-    if not _board or (failed and "nccl" in dist.get_backend_config()):
+    if not _open or (failed and "nccl" in dist.get_backend_config()):
         return
-    _machine_group.clear()
-    _board.clear()
-    _nodes.clear()
+    meeting = _open.pop()
+    meeting.store, meeting.nodes, meeting.machine = None, (), None  # whoever still has it
     gc.collect()  # a network in a cycle of references would keep the group, and Gloo's threads, beyond its end
     dist.destroy_process_group()
 
@@ -78,7 +77,8 @@ def connect(env: DistEnv, timeout: timedelta) -> None:
             store = _meet(env, timeout)
             name = "cpu:gloo,cuda:nccl" if on_nccl else "gloo"
             dist.init_process_group(name, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
-            _board.append(store)
+            env.meeting.store = store
+            _open.append(env.meeting)
             _await_all("joined", store, env)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -98,11 +98,11 @@ def connect(env: DistEnv, timeout: timedelta) -> None:
         torch.cuda.synchronize(env.device)
         hint.cancel()
     nodes = all_gather_objects(env.node_rank, env)
-    _nodes[:] = nodes
+    env.meeting.nodes = nodes
     for node in sorted(set(nodes)) if len(set(nodes)) > 1 else ():
         group = dist.new_group([rank for rank, its in enumerate(nodes) if its == node], timeout, "gloo")
         if node == env.node_rank and isinstance(group, dist.ProcessGroup):
-            _machine_group.append(group)
+            env.meeting.machine = group
 
 
 def _meet(env: DistEnv, timeout: timedelta) -> dist.Store:
@@ -166,7 +166,8 @@ def loss_of_ranks(error: str, env: DistEnv, timeout: float) -> str:
 
 
 def _named(rank: int, env: DistEnv) -> str:
-    machine = f" on machine {_nodes[rank]}" if _nodes and env.local_world_size < env.world_size else ""
+    nodes = env.meeting.nodes
+    machine = f" on machine {nodes[rank]}" if nodes and env.local_world_size < env.world_size else ""
     return f"rank {rank}{machine}"
 
 
@@ -175,8 +176,10 @@ def _roll_call(env: DistEnv, seconds: float) -> list[int] | None:
     answers: list[list[int]] = []
 
     def call() -> None:
-        with suppress(RuntimeError, IndexError):  # the place where all met may go while they are asked
-            store, end = _board[0], time.monotonic() + seconds
+        store, end = env.meeting.store, time.monotonic() + seconds
+        if store is None:
+            return
+        with suppress(RuntimeError):  # the place where all met may go while they are asked
             store.set(f"here {env.rank}", "")
             while not answers or (answers[-1] and time.monotonic() < end):
                 answers.append([rank for rank in range(env.world_size) if not store.check([f"here {rank}"])])

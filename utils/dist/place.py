@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 import torch.distributed.nn.functional  # before there is a group, which its default arguments would hold for good
 
 from utils.core.devices import as_typed, parse_device
@@ -15,6 +16,21 @@ from utils.dist.slurm import SlurmPlace, check_launched_once, slurm_place
 
 # What torchrun sets for every worker; a process that has one of the first three was started by a launcher.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(eq=False)
+class Meeting:
+    """What the ranks of a process group share beside it, while it is up.
+
+    Attributes:
+        store: where they met; None while there is no group.
+        nodes: the machine of each rank.
+        machine: the ranks of this machine as a group of their own; None where there is no other machine.
+    """
+
+    store: dist.Store | None = None
+    nodes: Sequence[int] = ()
+    machine: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,7 @@ class DistEnv:
         launched: whether a launcher (torchrun, srun) started this process.
         own_devices: whether each process may see devices of its own, as with ``srun --gpus-per-task=1``; those of
             torchrun see the same ones.
+        meeting: with the others; see `process_group`.
     """
 
     rank: int = 0
@@ -41,6 +58,7 @@ class DistEnv:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     launched: bool = False
     own_devices: bool = False
+    meeting: Meeting = field(default_factory=Meeting, compare=False, repr=False)
 
     @property
     def is_main_process(self) -> bool:

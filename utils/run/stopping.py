@@ -32,8 +32,8 @@ def votes(run: Run) -> Tensor:
 def is_asked(run: Run) -> bool:
     """Whether this rank or another was asked to stop; for a validation, which no collective interrupts."""
     if run.stop:
-        post(STOP)
-    return bool(run.stop) or is_posted(STOP)
+        post(STOP, run.env)
+    return bool(run.stop) or is_posted(STOP, run.env)
 
 
 def leave(run: Run, *, save: bool = True) -> NoReturn:
@@ -60,7 +60,7 @@ def leave(run: Run, *, save: bool = True) -> NoReturn:
     if run.env.is_main_process:
         write_resume_file(run.run_dir)
     if run.env.launched:
-        ignore_from_here(run.stop.by)
+        ignore_from_here()
     barrier(run.env)  # whoever left earlier would have the others ended in the middle of the save
     going_on = how_to_go_on(run.run_dir) if run.env.is_main_process else []
     raise Stopped(run.stop.by or "a signal to another rank", RESUMABLE, going_on)
