@@ -1,6 +1,5 @@
 """Memory in which loader processes hand over batches."""
 
-import os
 import pickle
 import sys
 from contextlib import closing
@@ -17,9 +16,7 @@ from utils.data.batch_slots import BatchSlots, Carried, Placed
 from utils.data.dataset import DetectionDataset
 from utils.data.image_cache import ImageCache
 from utils.data.index import LabelIndex, build_index
-from utils.data.leisure import NICENESS, NICENESS_AT_LEISURE, Leisure
 from utils.data.loaders import PREFETCH_BATCHES, SLOTS, train_loader, val_loader
-from utils.data.sampler import SampleRequest
 from utils.dist.place import DistEnv
 
 needs_forks = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared by forking")
@@ -101,30 +98,6 @@ def test_batches_of_any_shape(index: LabelIndex) -> None:
                 assert torch.equal(alone.images, handed.images)
                 places.add(handed.images.shape[2:])
             assert len(places) > 1
-
-
-@needs_forks
-def test_samples_are_made_at_leisure_while_batches_wait() -> None:
-    """The thread that makes them then has the lowest priority, else that of its process."""
-    slots = BatchSlots(2, 2, 100)
-    leisure: Leisure[SampleRequest, int] = Leisure(slots.taken)
-    own = os.nice(0)
-    low = own + NICENESS_AT_LEISURE - NICENESS
-    requests = [SampleRequest(0, place, place, 64, 64) for place in range(4)]
-    found: list[tuple[int, int]] = []
-
-    def work(request: SampleRequest) -> int:
-        found.append((request.index, os.nice(0)))
-        if request.index == 2 and len(found) > 8:
-            slots.release(0)
-        return request.index
-
-    for worker in (0, 1, 0):
-        assert leisure(work, requests) == [0, 1, 2, 3]
-        assert isinstance(slots.take(worker, (100,)), Placed)
-    # There is no batch; one, which training has; two, but one goes in the midst.
-    assert found[:8] == [(place, own) for place in range(4)] * 2
-    assert found[8:] == [(0, low), (1, low), (2, low), (3, own)]
 
 
 @needs_forks

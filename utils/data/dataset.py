@@ -17,7 +17,6 @@ from utils.core.image_files import ImageError, read_image
 from utils.data import augmentations, resizing
 from utils.data.image_cache import ImageCache
 from utils.data.index import LabelIndex
-from utils.data.leisure import Leisure
 from utils.data.loader_notes import NO_IMAGE
 from utils.data.polygons import Polygons
 from utils.data.sampler import SampleRequest, sample_rng, substitutes_rng
@@ -105,7 +104,6 @@ class DetectionDataset(Dataset[Sample]):
             validation it is grey.
 
     Attributes:
-        leisure: of a loader process that shares its cores with training.
         note: told which image is being read or made a sample of, by its place in the label index, and NO_IMAGE after
             that.
     """
@@ -128,14 +126,9 @@ class DetectionDataset(Dataset[Sample]):
         self.rect = rect
         self.strict = strict
         self.note: Callable[[int], None] = _nobody_asks
-        self.leisure: Leisure[SampleRequest, Sample] | None = None
 
     def __len__(self) -> int:
         return len(self.index)
-
-    def __getitems__(self, requests: Sequence[SampleRequest]) -> list[Sample]:
-        """Return the samples of a batch; PyTorch's loaders look for this method."""
-        return self.leisure(self.__getitem__, requests) if self.leisure else [self[request] for request in requests]
 
     def __getitem__(self, request: SampleRequest) -> Sample:
         sample = self._validation_sample(request) if self.hyp is None else self._training_sample(request, self.hyp)

@@ -1,9 +1,4 @@
-"""Forked processes that have surely begun to run.
-
-A process with several threads, such as Gloo's, may fork at a moment when another of them holds a lock of the Python
-interpreter. Up to Python 3.11 the child then waits for that lock for good, before it runs any code, and who waits for
-the child's work waits as long. So each child says that it lives, and one that does not is replaced.
-"""
+"""Processes of our own: whether there may be some, that a forked one surely begins to run, its name and its memory."""
 
 import contextlib
 import ctypes
@@ -27,8 +22,8 @@ def name_process(name: str) -> None:
 def keep_freed_memory() -> None:
     """Have this process use freed memory again rather than give it back, up to 64 MiB; with the GNU C library only.
 
-    Else images come from the system each time, which clears their pages as they are written: for those of a training
-    sample that takes as long as the work on them.
+    Else decoded images come from the system each time, which clears their pages as they are written: 730 to 970 page
+    faults and 3 of 30 ms for a training sample of 640 px that is not in the image cache.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):  # TypeError: no such handle on Windows
         mallopt = ctypes.CDLL(None).mallopt
@@ -42,7 +37,14 @@ def may_have_children() -> bool:
 
 
 def fork_context() -> context.ForkContext:
-    """Return the multiprocessing context of such processes; on Linux only, elsewhere forking is not safe."""
+    """Return a multiprocessing context of processes that surely begin to run; on Linux only.
+
+    A process with several threads, such as Gloo's, may fork at a moment when another of them holds a lock of the Python
+    interpreter. Up to Python 3.11 the child then waits for that lock for good, before it runs any code, and who waits
+    for the child's work waits as long: seen as a rare hang when ranks start. So each child says that it lives, and one
+    that does not is replaced. With Python 3.11 no longer supported (``requires-python``), ``get_context("fork")`` will
+    do, and all below can go.
+    """
     assert sys.platform == "linux", sys.platform
     return _Context()
 
