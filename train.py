@@ -322,7 +322,8 @@ def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, clock: RunC
     once(run.writer.wait, run.env)  # for what was written while this epoch was trained
     saving.tell_written(run)
     event = events.epoch_end(run, losses, evaluation, better, clock.lap())
-    state.stopped = not last and (run.callbacks.epoch_end(event) or impatient)
+    asked = run.callbacks.epoch_end(event)  # of the last epoch they are told too
+    state.stopped = not last and (asked or impatient)
     state.epoch, state.batch = state.epoch + 1, 0
     run.notes.meter.reset()
     skipped = int(run.ema.skipped)
