@@ -67,7 +67,7 @@ from utils.metrics.boxes import cxcywh_to_xyxy, scale_boxes
 from utils.metrics.evaluation import Evaluation, ImageResult, TableRow, format_table, summarize
 from utils.run.folder import create_run_dir, script
 from utils.run.plots import Plots
-from utils.run.val_inputs import check_classes, detection_cap, most_labels, read_val_inputs
+from utils.run.val_inputs import check_classes, detection_cap, doubts_about_density, most_labels, read_val_inputs
 from utils.torch_utils import process_group
 from utils.training.loss import DetectionLoss
 
@@ -335,11 +335,7 @@ def doubts_about_figures(config: ValConfig, index: LabelIndex) -> list[str]:
             f"{', '.join(other)}: these figures can't be compared with those of a training or of other people, which "
             "are measured with the defaults"
         )
-    if 0 < config.max_det < most_labels(index):
-        doubts.append(
-            f"--max-det {config.max_det} is less than the {most_labels(index)} labels of one image, so not all can be "
-            "found; leave the flag out"
-        )
+    doubts += doubts_about_density(config.max_det, index)
     if not index.num_instances:
         doubts.append(f"{config.split} has no labels: nothing can be measured, and there are no figures")
     return doubts

@@ -16,10 +16,10 @@ from tests.run.test_loggers import read_scalars
 from tests.runs import flags, make_data, train_here
 from tests.test_val import saved, yolov5n
 from utils.config.data_yaml import load_data
-from utils.config.flags import ValConfig
+from utils.config.flags import MOST_DET, ValConfig
 from utils.data.splits import open_splits
 from utils.metrics.evaluation import Evaluation
-from utils.run.val_inputs import detection_cap
+from utils.run.val_inputs import detection_cap, doubts_about_density
 from utils.torch_utils import load_checkpoint
 
 DENSE = 301  # labels of one image
@@ -111,6 +111,16 @@ def test_many_labels_raise_the_cap(data: Path, tmp_path: Path, capsys: pytest.Ca
     ]
     assert [len(some) for some in doubts] == [0, 2, 1, 0]
     assert [detection_cap(asked, index) for asked in (0, 20)] == [2 * DENSE, 20]
+    for labels, doubts_of_it in ((MOST_DET - 1, 0), (MOST_DET + 1, 1)):  # of one image, by error
+        index.offsets = np.array([0, labels])
+        assert detection_cap(0, index) == MOST_DET and len(doubts_about_density(0, index)) == doubts_of_it
+    assert detection_cap(labels, index) == labels and doubts_about_density(labels, index) == []
+
+
+def test_classes_that_count_as_one(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights that tell classes apart, measured as if they did not, reach more than they did in their training."""
+    measured(data, tmp_path, "--noplots", "--single-cls")
+    assert "WARNING: --single-cls: the weights tell 3 classes apart, which count as" in capsys.readouterr().out
 
 
 def test_trainings_measure_likewise(

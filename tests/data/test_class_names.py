@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from utils.core.errors import Problems, UserError
 from utils.data.class_names import match_names
 from utils.dist.place import ALONE
 from utils.run.inputs import read_network
-from utils.run.settings import settings
+from utils.run.settings import of_all_ranks, settings
 from utils.torch_utils import load_checkpoint, save_checkpoint
 
 
@@ -172,6 +173,10 @@ def test_data_of_the_weights(made: Made, tmp_path: Path, capsys: pytest.CaptureF
     YOLO(made.weights).save(copy)
     config, _ = settings({"weights": str(copy)}, ALONE)
     assert config is not None and config.data == str(made.data)
+    launched = replace(ALONE, launched=True, world_size=2)
+    assert settings({"weights": "gone.pt"}, launched) == (None, None)  # rank 0 reads it, for all, when they have met
+    config, _ = of_all_ranks({"weights": str(copy)}, None, None, ALONE)
+    assert config.data == str(made.data)
     config, _ = settings({"weights": "", "epochs": 1}, ALONE)
     assert config is not None and Path(config.data).name == "shapes.yaml"
 

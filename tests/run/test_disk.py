@@ -245,6 +245,31 @@ def test_files_that_are_missing_in_the_end(data: Path, tmp_path: Path) -> None:
         assert is_finished(disk / "runs/run")
 
 
+class FullInTheEnd(Disk):
+    """Fills a disk as soon as the state after the last epoch is on it."""
+
+    def __init__(self, disk: Path, epochs: int) -> None:
+        super().__init__({})
+        self.disk, self.epochs = disk, epochs
+
+    def on_checkpoint(self, event: CheckpointSaved) -> None:
+        if event.epoch == self.epochs:
+            fill(self.disk)
+
+
+def test_only_the_final_weights_are_missing(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message said that the last checkpoint was not written, which lay there; a resume makes what is missing."""
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        run_dir = disk / "runs/run"
+        with pytest.raises(NotWrittenError, match=r"^the final best\.pt of .*run was not written; the warn") as info:
+            train_with([FullInTheEnd(disk, 1)], *flags(data, disk / "runs", "--epochs", 1))
+        assert str(info.value).splitlines()[1:] == [f"go on with: python {PROJECT / 'train.py'} --resume {run_dir}"]
+        assert "best.pt still holds the state of the run besides its weights: " in capsys.readouterr().out
+        (disk / "filler").unlink()
+        train_with([], "--resume", run_dir)
+        assert "optimizer" not in load_checkpoint(run_dir / "weights/best.pt") and is_finished(run_dir)
+
+
 def test_a_disk_that_never_takes_a_checkpoint(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A limit on the size of files (EFBIG); what is smaller is written, and nothing half is left."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -45,6 +45,7 @@ class CheckpointWriter:
 
     Attributes:
         failed: whether the last write came to nothing: the disk did not take it, or weights were not finite.
+        undone: what `write_now` did not get onto the disk, "" if it did.
         left_out: names of files that were due with a write that came to nothing, and are not made up for.
 
     Args:
@@ -55,6 +56,7 @@ class CheckpointWriter:
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         self.failed, self._check = False, check
         self.left_out: list[str] = []
+        self.undone = ""
         self._owed: tuple[dict[str, Any], Outcome] | None = None  # best weights that the disk did not take, as best.pt
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint writer")  # to start one for each write takes longer
         self._writing: futures.Future[None] | None = None
@@ -133,14 +135,19 @@ class CheckpointWriter:
             written, self._writing = self._writing, None
             written.result()  # raises what was raised in the thread
 
-    def write_now(self, work: Callable[[], None]) -> None:
-        """Wait until nothing is being written, then for work that writes something else; raises what that raises."""
+    def write_now(self, work: Callable[[], None], what: str) -> None:
+        """Wait until nothing is being written, then for work that writes something else; raises what that raises.
+
+        Args:
+            work: what to do.
+            what: is ``undone`` if the disk does not take it.
+        """
         self.wait()
         self._writing = self._thread.submit(work)
         try:
             self.wait()
         except OSError:
-            self.failed = True
+            self.undone = what
             raise
 
     def outcomes(self) -> list[Outcome]:

@@ -24,6 +24,7 @@ LOGGERS = ("csv", "jsonl", "tensorboard")  # where the figures of a run can go
 VIDEO_CODECS = ("avc1", "vp09", "mp4v")  # H.264 and VP9, which browsers play; MPEG-4 part 2
 METRICS = ("fitness", "mAP50", "mAP50-95", "precision", "recall", "F1")  # of a validation: what can be best
 LARGEST_IMGSZ = 1 << 14  # pixels; a square of this side has as many as the largest image that is read
+MOST_DET = 5000  # that are kept on their own account, however many labels there are
 MAX_DET = 300  # detections of an image in a validation; more where images have many labels
 AUTOMATIC = -1  # of --batch-size: what fits
 

@@ -17,13 +17,13 @@ from utils.metrics.evaluation import TableRow, format_table
 from utils.run.folder import lockstep_version, script
 from utils.run.progress import machine
 from utils.run.state import Run
-from utils.run.val_inputs import detection_cap
+from utils.run.val_inputs import detection_cap, doubts_about_density
 
 
 def say(run: Run) -> None:
     """Log what is going to happen, and what speaks against it."""
     get_logger().info(header(run))
-    for doubt in run.schedule.doubts():
+    for doubt in [*run.schedule.doubts(), *doubts_about_density(0, run.val_index)]:
         get_logger().warning(doubt)
 
 

@@ -27,7 +27,8 @@ from utils.training.data_parallel import replica_devices
 def settings(given: Mapping[str, Any], env: DistEnv) -> tuple[TrainConfig | None, dict[str, Any] | None]:
     """Return the settings of a run and the checkpoint that it goes on with, if any.
 
-    Both are None for a resumed run under a launcher: rank 0 finds it, in `of_all_ranks`.
+    Both are None under a launcher where a checkpoint has to be read for them, of a run that is resumed or weights whose
+    data set is meant: rank 0 does that for all, in `of_all_ranks`.
 
     Raises:
         UserError: the flags are wrong, or do not fit together or to the run that is resumed.
@@ -38,8 +39,16 @@ def settings(given: Mapping[str, Any], env: DistEnv) -> tuple[TrainConfig | None
             "share the batch anyway (DDP)"
         )
     if not given.get("resume"):
-        return build_train_config(with_data(given, env)), None
+        return (None, None) if env.launched and _lacks_data(given) else (_settled(given, env), None)
     return (None, None) if env.launched else resume(given)
+
+
+def _settled(given: Mapping[str, Any], env: DistEnv) -> TrainConfig:
+    return build_train_config(with_data(given, env))
+
+
+def _lacks_data(given: Mapping[str, Any]) -> bool:
+    return bool(given.get("weights")) and not given.get("data")
 
 
 def with_data(given: Mapping[str, Any], env: DistEnv) -> Mapping[str, Any]:
@@ -48,10 +57,9 @@ def with_data(given: Mapping[str, Any], env: DistEnv) -> Mapping[str, Any]:
     Raises:
         UserError: the weights can't be read, or name no data set that is there.
     """
-    weights = given.get("weights")
-    if not weights or given.get("data"):
+    if not _lacks_data(given):
         return given
-    data = trained_on(load_weights(Path(weights), ALONE), weights)
+    data = trained_on(load_weights(Path(given["weights"]), ALONE), given["weights"])
     if not env.launched:  # what a launcher started says it in its header only
         get_logger().info(f"data        {data}, what the weights were trained on (--data)")
     return {**given, "data": data}
@@ -114,6 +122,8 @@ def of_all_ranks(
         UserError: no such run, or one that does not fit the ranks.
         Stopped: the run was asked to stop before its launcher started it again.
     """
+    if config is None and not given.get("resume"):
+        config = once(lambda: _settled(given, env), env)
     life, own = this_life(), None
     if life.restarts:
         project = given.get("project", TrainConfig.project)

@@ -14,7 +14,7 @@ from models.build import check_imgsz, fit_imgsz, trained_on
 from models.families import Family, build_model, load_weights
 from models.yolo import DetectionModel
 from utils.config.data_yaml import DataConfig, load_data
-from utils.config.flags import MAX_DET, ValConfig
+from utils.config.flags import MAX_DET, MOST_DET, ValConfig
 from utils.core.devices import check_half
 from utils.core.errors import Problems
 from utils.core.logging import get_logger
@@ -112,7 +112,13 @@ def read_val_inputs(config: ValConfig, env: DistEnv) -> ValInputs:
     imgsz = fit_imgsz(config.imgsz or trained_at, model)
     if not config.data:
         get_logger().info(f"data        {data.path}, what the weights were trained on (--data)")
-    for doubt in [*data.doubts, *findings, *doubts_about_depth(indexes, env)]:
+    doubts = [*data.doubts, *findings, *doubts_about_depth(indexes, env)]
+    if config.single_cls and len(model.names) > 1:
+        doubts.append(
+            f"--single-cls: the weights tell {len(model.names)} classes apart, which count as one here: these figures "
+            "can't be compared with those without the flag"
+        )
+    for doubt in doubts:
         get_logger().warning(doubt)
     return ValInputs(data, model, family, imgsz, indexes[config.split], findings)
 
@@ -121,11 +127,22 @@ def detection_cap(asked: int, index: LabelIndex) -> int:
     """Return how many detections of an image are kept.
 
     Args:
-        asked: so many; 0 = 300, or twice the labels of the densest image where these are more. With just as many the
-            places of unsure but right ones would be taken by wrong ones.
+        asked: so many; 0 = 300, or twice the labels of the densest image where these are more, up to `MOST_DET`. With
+            just as many the places of unsure but right ones would be taken by wrong ones.
         index: of the split.
     """
-    return asked or max(MAX_DET, 2 * most_labels(index))
+    return asked or max(MAX_DET, min(2 * most_labels(index), MOST_DET))
+
+
+def doubts_about_density(asked: int, index: LabelIndex) -> list[str]:
+    """Return a sentence if an image has more labels than can be found; see `detection_cap`."""
+    most, cap = most_labels(index), detection_cap(asked, index)
+    if most <= cap:
+        return []
+    if asked:
+        lost = "so not all can be found; leave the flag out"
+        return [f"--max-det {asked} is less than the {most} labels of one image, {lost}"]
+    return [f"one image has {most} labels, but only {cap} objects of an image are looked for: is that image right?"]
 
 
 def most_labels(index: LabelIndex) -> int:
