@@ -1,4 +1,10 @@
-"""Image files: size from the header without decoding, pixels upright by EXIF orientation."""
+"""Image files: size from the header without decoding, pixels upright by EXIF orientation.
+
+Headers are read here and not by Pillow, with which a label scan takes 1.3 to 1.9 times as long (55 microseconds a
+header, not 25). Nor does it say what damage shows by: where a JPEG's picture starts and how often it restarts, which
+checksums of a PNG decoders need. And it refuses pictures that OpenCV reads: of 179 megapixels, with texts of 1 MB, with
+damage in chunks that nobody needs.
+"""
 
 import contextlib
 import errno

@@ -10,7 +10,6 @@ import re
 import shutil
 import stat
 import tarfile
-import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from tqdm import tqdm
 
 from utils.core.errors import UserError
 from utils.core.heartbeat import beat
+from utils.core.whole_files import temporary_path
 
 PIECE = 1 << 18  # bytes copied at a time
 LONGEST_HEADER = 1 << 20  # bytes of one name or header of a tar
@@ -63,7 +63,7 @@ def unpack(archive: Path, folder: Path) -> None:
         UserError: it is damaged, of another kind, or holds what it must not (PEP 706 lists the tricks); nothing is left
             of it then.
     """
-    scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
+    scratch = temporary_path(folder)
     try:
         with archive.open("rb") as file:
             most = max(SMALL, RATIO * archive.stat().st_size)

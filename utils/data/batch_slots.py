@@ -95,7 +95,8 @@ class Carried:
 
 
 _KEYS = itertools.count()
-_OPEN: weakref.WeakValueDictionary[int, BatchSlots] = weakref.WeakValueDictionary()  # of this process
+# Of this process: what arrives is unpickled, where nothing but its address can be handed over.
+_OPEN: weakref.WeakValueDictionary[int, BatchSlots] = weakref.WeakValueDictionary()
 
 
 def _arrived(key: int, slot: int, shape: tuple[int, ...]) -> Tensor:

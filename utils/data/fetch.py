@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from utils.config.published import Published, archive_at
 from utils.core.errors import UserError, run_cli
 from utils.core.heartbeat import beat
 from utils.core.logging import get_logger
+from utils.core.whole_files import temporary_path
 from utils.data.archives import unpack
 from utils.data.conversion import convert_coco, convert_voc
 from utils.data.downloads import check_online, fetch, fetch_weights, file_name, locked
@@ -72,7 +72,7 @@ def _fetch_all(data: DataConfig, home: Path) -> None:
             get_logger().info(f"unpacking   {path}, which is there already")
             _check_digest(path, file)
     fetched = fetch(files, f"{data.path}: the data set")
-    scratch = home / f".{data.root.name}.{uuid.uuid4().hex}.tmp"
+    scratch = temporary_path(home / data.root.name)
     try:
         scratch.mkdir()
         for number, path in enumerate(files):

@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from utils.config.yaml_files import ROOT
 from utils.core.caches import cache_folder, may_be_made
 from utils.core.errors import UserError
 from utils.core.logging import get_logger
+from utils.core.whole_files import temporary_path
 from utils.data.shape_painting import paint
 from utils.data.shape_scenes import Scene, label_lines, make_scene
 
@@ -83,7 +83,7 @@ def ensure_shapes(root: Path, logger: logging.Logger | None = None) -> None:
         raise UserError(f"{root} is not the built-in data set: move it away, or change path in the data YAML")
     logger = logger or logging.getLogger("lockstep")
     logger.info(f"Drawing the built-in shapes data set ({sum(COUNTS.values())} images, once) into {root}")
-    scratch = _beside(root)
+    scratch = temporary_path(root)
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(root)
@@ -158,11 +158,6 @@ def _is_foreign(root: Path) -> bool:
     return _version(root) is None and (root / MARKER).exists()  # else another process has just moved it
 
 
-def _beside(root: Path) -> Path:
-    """A new name in the same folder, so that renaming is atomic."""
-    return root.with_name(f".{root.name}.{uuid.uuid4().hex}.tmp")
-
-
 def _remove_leftovers(root: Path) -> None:
     """Remove what a killed process left; what is younger than an hour may still be in use."""
     for folder in root.parent.glob(f".{root.name}.*.tmp"):
@@ -174,7 +169,7 @@ def _remove_leftovers(root: Path) -> None:
 def _install(scratch: Path, root: Path) -> None:
     """Give a finished folder its name, unless another process did so first; that one's set is the same."""
     while not is_complete(root):
-        aside = _beside(root)
+        aside = temporary_path(root)
         try:
             root.rename(aside)  # an older version
         except FileNotFoundError:

@@ -241,7 +241,9 @@ def write_resume_file(run_dir: Path) -> None:
         (run_dir / RESUME).write_text(f"{resume_command(run_dir)}\n")
 
 
-_claims: dict[Path, IO[str]] = {}  # open files that hold this process's locks
+# Open files that hold this process's locks. The system keeps them for the process, and gives one up when any of its
+# files on that path is closed: so there is one list of them for the process as well.
+_claims: dict[Path, IO[str]] = {}
 
 
 def claim(run_dir: Path) -> None:
