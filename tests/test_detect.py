@@ -337,6 +337,19 @@ def test_videos_are_such_as_browsers_play(weights: Path, tmp_path: Path, capsys:
     assert "browsers" not in capsys.readouterr().out  # who asks for it knows
 
 
+def test_streams_are_written_quickly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As VP9 most of their frames would be missed (ultralytics/yolov5#7738 is of what browsers play)."""
+    picture, nothing = np.zeros((48, 64, 3), np.uint8), np.zeros((0, 6), np.float32)
+    for codec in ("auto", "mp4v"):
+        files = DetectionFiles(tmp_path, DetectConfig(weights="x.pt", video_codec=codec), NAMES)
+        frames = [Frame(Source(kind, "x", f"{kind} {codec}"), picture, 1, 30.0) for kind in ("stream", "video")]
+        for frame in frames[: 1 if codec == "auto" else 2]:
+            files.write(frame, nothing, picture)
+        files.close()
+    assert [fourcc(path) for path in sorted(tmp_path.glob("*.mp4"))] == ["FMP4"] * 3
+    assert capsys.readouterr().out == ""  # neither that browsers don't play it nor that OpenCV lacks a codec
+
+
 def test_a_codec_that_opencv_lacks(
     weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

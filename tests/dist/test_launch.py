@@ -21,7 +21,7 @@ from utils.config.command_line import given_flags
 from utils.config.flags import TrainConfig
 from utils.config.yaml_files import find_yaml
 from utils.core.errors import UserError
-from utils.dist.launch import explain, variables_kept, worker_devices
+from utils.dist.launch import _last_life, explain, last_words, variables_kept, worker_devices
 from utils.dist.meeting import backend
 from utils.dist.place import ALONE, DistEnv, assign_device
 from utils.run import settings as command
@@ -118,6 +118,20 @@ def test_the_rank_that_failed_is_named(lost: str, tmp_path: Path) -> None:
     alone = explain({0: failed(0, 1, lost, tmp_path)})
     assert "another rank left in the middle of the run, without an error of its own" in alone.text
     assert "another rank left" not in explain({1: failed(1, 2, cause, tmp_path)}).text, "a line of code is no error"
+
+
+def test_the_last_life_is_the_one_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What earlier lives of a launch left says nothing about its end; lives are counted, not spelled."""
+    assert _last_life(tmp_path) == tmp_path  # no worker was started
+    for life in (0, 9, 10):
+        folder = tmp_path / f"x/attempt_{life}/0"
+        folder.mkdir(parents=True)
+        callstack = {"message": {"extraInfo": {"py_callstack": f"Traceback\nValueError: of life {life}"}}}
+        (folder / "error.json").write_text(json.dumps(callstack))
+    assert _last_life(tmp_path) == tmp_path / "x/attempt_10"
+    for life, said in ((11, ["local rank 0 failed: ValueError: of life 10"]), (0, [])):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"x/attempt_{life}/0/error.json"))
+        assert last_words() == said
 
 
 def test_variables_are_put_back_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

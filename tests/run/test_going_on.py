@@ -300,3 +300,40 @@ def test_a_stop_of_before_does_not_keep_a_life_from_being_started_again(tmp_path
     assert not was_stopped(tmp_path)
     (tmp_path / RESUME).touch()
     assert was_stopped(tmp_path)
+
+
+# What is over ---------------------------------------------------------------------------------------------------------
+
+
+def as_stopped_early(whole: Path, run_dir: Path) -> Path:
+    """A copy of a run as if --patience had ended it after its second epoch."""
+    shutil.copytree(whole, run_dir)
+    saved = load_checkpoint(run_dir / "weights/epoch2.pt")
+    saved["state"]["stopped"] = True
+    save_checkpoint(saved, run_dir / "weights/last.pt")
+    return run_dir
+
+
+def test_a_run_that_stopped_early_is_started_again(whole: Path, tmp_path: Path) -> None:
+    """By its launcher, with the flags of before: it comes to its end, and trains no more."""
+    run_dir = as_stopped_early(whole, tmp_path / "run")
+    patience = load_checkpoint(run_dir / "weights/last.pt")["config"]["patience"]
+    for flags_of_before in ({}, {"patience": patience, "epochs": 3}):
+        _, saved = resume({"resume": str(run_dir), **flags_of_before}, again=True)
+        assert saved["state"]["stopped"] and saved["run_dir"] == str(run_dir)
+    _, saved = resume({"resume": str(run_dir), "patience": patience}, again=False)  # whoever types that wants more
+    assert not saved["state"]["stopped"]
+    with pytest.raises(UserError, match=f"^--resume {run_dir}: nothing is left to resume, it stopped early"):
+        resume({"resume": str(run_dir)})
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_without_final_weights_only_a_finished_run_is_over(stopped: bool, whole: Path, tmp_path: Path) -> None:
+    """With --nosave best.pt is made in the end: a run that died before that goes on, and makes it."""
+    run_dir = as_stopped_early(whole, tmp_path / "run") if stopped else shutil.copytree(whole, tmp_path / "run")
+    (run_dir / "weights/best.pt").unlink()
+    why = "it stopped early" if stopped else "all its epochs are done"
+    with pytest.raises(UserError, match=f"nothing is left to resume, {why}"):
+        found("--resume", run_dir)
+    forget_end(run_dir)
+    assert found("--resume", run_dir)[1]["run_dir"] == str(run_dir)
