@@ -263,7 +263,8 @@ def train_epoch(
             step_done()
             state.batch += 1
             if progress.advance(run.plan.global_batch):
-                progress.show(run.notes.mean_losses(), schedule.lr(i)[1], images.shape[2], run.waited())
+                means = dict(zip(run.family.losses, run.notes.mean_losses(), strict=True))
+                progress.show(means, schedule.lr(i)[1], images.shape[2], run.waited())
                 run.notes.look()
             if step_now:
                 between_windows(run, voted, i)

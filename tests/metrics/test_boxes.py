@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.common import golden
 from utils.metrics.boxes import (
-    box_iou,
     ciou,
     clip_boxes,
     cxcywh_to_xyxy,
@@ -128,40 +128,6 @@ class TestFormats:
         assert scale_boxes(in_padding, 0.5, 16, 8, (480, 640)).tolist() == [[0, 0, 640, 480]]
 
 
-class TestIou:
-    @given(cxcywh_lists, cxcywh_lists)
-    @settings(deadline=None)
-    def test_symmetric_and_bounded(self, rows_a: list[tuple[float, ...]], rows_b: list[tuple[float, ...]]) -> None:
-        for dtype in (torch.float64, torch.float32):
-            a, b = (cxcywh_to_xyxy(torch.tensor(rows, dtype=dtype)) for rows in (rows_a, rows_b))
-            iou = box_iou(a, b)
-            assert iou.shape == (len(a), len(b))
-            assert torch.equal(iou, box_iou(b, a).T)
-            assert ((iou >= 0) & (iou <= 1)).all()
-
-    @given(seeds)
-    @settings(max_examples=20, deadline=None)
-    def test_every_pair(self, seed: int) -> None:
-        a, b = (cxcywh_to_xyxy(random_predictions(seed + i, 1, 6, 1)[0, :, :4].double()) for i in (0, 1))
-        iou = box_iou(a, b)
-        for i, j in itertools.product(range(6), range(6)):
-            assert iou[i, j] == pytest.approx(plain_iou(a[i].numpy(), b[j].numpy()), abs=1e-12)
-
-    def test_a_box_with_itself(self) -> None:
-        boxes = cxcywh_to_xyxy(torch.rand(10, 4, generator=torch.Generator().manual_seed(0)) + 0.1)
-        assert torch.equal(box_iou(boxes, boxes).diagonal(), torch.ones(10))
-
-    def test_no_area_is_no_overlap(self) -> None:
-        point = torch.tensor([[3.0, 3.0, 3.0, 3.0]])
-        assert box_iou(point, point).item() == 0
-        inverted = torch.tensor([[5.0, 5.0, 1.0, 1.0]])
-        assert box_iou(inverted, torch.tensor([[0.0, 0.0, 9.0, 9.0]])).item() == 0
-
-    def test_empty(self) -> None:
-        assert box_iou(torch.zeros(0, 4), torch.zeros(3, 4)).shape == (0, 3)
-        assert box_iou(torch.zeros(3, 4), torch.zeros(0, 4)).shape == (3, 0)
-
-
 class TestCiou:
     def test_reference(self) -> None:
         case = golden("ciou_case.npz")
@@ -263,7 +229,7 @@ class TestNms:
         assert {tuple(row) for row in kept.tolist()} <= {tuple(row) for row in unsuppressed.tolist()}
         assert (kept[:, 4].diff() <= 0).all()
         same_class = kept[:, None, 5] == kept[None, :, 5]
-        overlaps = box_iou(kept[:, :4].double(), kept[:, :4].double()).fill_diagonal_(0)
+        overlaps = torchvision.ops.box_iou(kept[:, :4].double(), kept[:, :4].double()).fill_diagonal_(0)
         assert (overlaps[same_class] <= iou_thres).all()
 
     def test_empty(self) -> None:

@@ -22,7 +22,7 @@ def epoch(batches: int, env: DistEnv, done: int = 0) -> None:
     progress = EpochProgress(4, batches, done, RunClock(10, 4.0), env)
     for batch in range(done, batches):
         if progress.advance(16):
-            progress.show([batch + 1.0, 0.0, 0.0], 0.01, 640)
+            progress.show({"box": batch + 1.0, "obj": 0.0, "cls": 0.0}, 0.01, 640)
     progress.close()
 
 
@@ -44,7 +44,7 @@ def test_waiting_for_images_is_shown_while_it_matters(capfd: pytest.CaptureFixtu
     said = []
     for waited in (100.0, 104.0, 104.0):
         progress.shown = time.perf_counter() - 10.0
-        progress.show([1.0, 1.0, 1.0], 0.01, 640, waited)
+        progress.show({"box": 1.0, "obj": 1.0, "cls": 1.0}, 0.01, 640, waited)
         said.append(str(progress.bar.postfix))
     progress.close()
     found = [re.search(r"images/s \(waiting for images: (\d+)%\), ", one) for one in said]
@@ -93,7 +93,7 @@ with EpochProgress(4, 35, 0, RunClock(10, 4.0), DistEnv()) as progress:
     for batch in range(35):
         if progress.advance(16):
             progress.shown -= 1.0  # a second of training
-            progress.show([batch + 1.0, 0.0, 0.0], 0.01, 640)
+            progress.show({"box": batch + 1.0, "obj": 0.0, "cls": 0.0}, 0.01, 640)
 """
     last = on_a_terminal(columns, code)[-1].rstrip()
     assert last.startswith("5/10 100% 35/35, ")
@@ -110,7 +110,7 @@ from utils.run.progress import EpochProgress, RunClock
 try:
     with EpochProgress(4, 35, 0, RunClock(10, 4.0), DistEnv()) as progress:
         progress.advance(16)
-        progress.show([1.0, 0.0, 0.0], 0.01, 640)
+        progress.show({"box": 1.0, "obj": 0.0, "cls": 0.0}, 0.01, 640)
         raise KeyboardInterrupt
 except KeyboardInterrupt:
     print("stopped by Ctrl-C", file=sys.stderr)

@@ -59,24 +59,6 @@ def scale_boxes(
     return clip_boxes(unpadded / ratio, *original_shape)
 
 
-def box_iou(a: Tensor, b: Tensor) -> Tensor:
-    """Intersection over union of every pair of boxes.
-
-    Args:
-        a: (N, 4) xyxy.
-        b: (M, 4) xyxy, same unit and dtype.
-
-    Returns:
-        (N, M) in [0, 1]; 0 for pairs without area; (0, M) or (N, 0) for empty inputs.
-    """
-    overlap = torch.minimum(a[:, None, 2:], b[None, :, 2:]) - torch.maximum(a[:, None, :2], b[None, :, :2])  # (N, M, 2)
-    intersection = overlap.clamp(min=0).prod(dim=2)  # (N, M)
-    area_a = (a[:, 2:] - a[:, :2]).clamp(min=0).prod(dim=1)
-    area_b = (b[:, 2:] - b[:, :2]).clamp(min=0).prod(dim=1)
-    union = area_a[:, None] + area_b[None, :] - intersection
-    return (intersection / union).nan_to_num(nan=0.0)
-
-
 def ciou(pred: Tensor, target: Tensor, eps: float = 1e-7) -> tuple[Tensor, Tensor]:
     """IoU and Complete IoU of boxes, row by row (Zheng et al., "Enhancing Geometric Factors ...", 2020, eq. 10-13).
 

@@ -155,7 +155,7 @@ class Evaluation:
 
     Attributes:
         metrics: precision, recall and AP, overall and for each class.
-        losses: [box, objectness, class] over the whole split; zeros without a criterion.
+        losses: over the whole split, in the order of the family's; zeros without a criterion.
         speed: milliseconds per image: preparing, inference, NMS.
         images: detections and labels of each image, batch by batch.
         unreadable: images that could not be read, reason by path; they count as images in which nothing was found.

@@ -4,7 +4,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 import torch
@@ -125,11 +125,11 @@ class EpochProgress:
         self.bar.update(1)
         return self.done % LOOK_EVERY == 0 or self.done == self.batches
 
-    def show(self, losses: list[float], lr: float, imgsz: int, waited: float = 0.0) -> None:
+    def show(self, losses: Mapping[str, float], lr: float, imgsz: int, waited: float = 0.0) -> None:
         """Write new figures.
 
         Args:
-            losses: [box, objectness, class] of the epoch so far.
+            losses: means of the epoch so far, by name.
             lr: learning rate of the weights.
             imgsz: height of the images, pixels.
             waited: seconds of the run so far for which training waited for images.
@@ -139,15 +139,12 @@ class EpochProgress:
         waiting = (waited - self.waited) / (now - self.shown)
         limit = f" (waiting for images: {waiting:.0%})" if waiting > WORTH_SAYING else ""
         left = duration(self.clock.left(self.epoch + self.done / self.batches))
-        box, objectness, category = losses
         parts = [
-            (1, f"box {box:.4f}"),
-            (2, f"obj {objectness:.4f}"),
-            (3, f"cls {category:.4f}"),
-            (4, f"lr {lr:.2g}"),
-            (6, f"{imgsz} px"),
+            *((1 + place, f"{name} {loss:.4f}") for place, (name, loss) in enumerate(losses.items())),
+            (len(losses) + 1, f"lr {lr:.2g}"),
+            (len(losses) + 3, f"{imgsz} px"),
             (0, f"{rate:.0f} images/s{limit}"),
-            (5, f"{memory_usage(self.device):.1f} GB"),
+            (len(losses) + 2, f"{memory_usage(self.device):.1f} GB"),
             (0, f"{left} left"),
         ]
         self._draw(parts)
