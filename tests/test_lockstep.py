@@ -229,6 +229,7 @@ def test_script_without_guard(data: Path, tmp_path: Path) -> None:
 
 
 @SLOW
+@pytest.mark.gate
 def test_script_with_guard(data: Path, tmp_path: Path) -> None:
     """L5, L8: callbacks of classes in the script and beside it, what they hold included; arguments of the script."""
     done = run(tmp_path, data, """

@@ -653,6 +653,7 @@ def test_a_run_that_loses_a_worker(tmp_path: Path, writers: None) -> None:
 
 
 @linux_only
+@pytest.mark.gate
 @pytest.mark.slow
 def test_two_ranks_that_lose_a_worker(tmp_path: Path, writers: None) -> None:
     """Whichever rank it was of."""

@@ -264,6 +264,7 @@ def test_the_launcher_is_stopped(data: Path, tmp_path: Path, name: str) -> None:
     assert ended.left == []
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_the_launcher_is_killed_and_the_run_resumed(data: Path, pair: tuple[Path, list[Ended]], tmp_path: Path) -> None:
     """L13: workers end with a launcher that can't end them. L4: ``--resume`` starts as many again, by itself."""

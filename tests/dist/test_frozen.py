@@ -86,6 +86,7 @@ def digests(weights: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.gate
 def test_frozen_machine(freezer: Freezer, tmp_path: Path) -> None:
     """Row 27: frozen in the middle of a save.
 

@@ -297,6 +297,7 @@ def job_with_a_free_port() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.gate
 def test_two_tasks_of_a_slurm_step(data: Path, trained: Trained, tmp_path: Path) -> None:
     """No torchrun: what srun sets is enough (ultralytics/yolov5#12429, #16892 of ultralytics/ultralytics)."""
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}

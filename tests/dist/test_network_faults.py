@@ -105,6 +105,7 @@ def assert_resumes(run_dir: Path, folder: Path) -> None:
 # --- the cable -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.gate
 def test_cable_cut_for_good(cable: Network, data: Path, tmp_path: Path) -> None:
     """Row 31: nobody is told, so that --dist-timeout ends both sides."""
     arguments = line(data, tmp_path / "runs", f"--epochs 5000 --dist-timeout {DIST_TIMEOUT}")

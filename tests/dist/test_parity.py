@@ -31,6 +31,7 @@ FIRST, LAST = 15, 20  # epochs that parity is measured over; the warm-up ends wi
 UNEVEN = (0, 0, 0, 3, 0, 0, 0, 1)  # objects in images
 
 # Three and four ranks on two cores take a minute or more each.
+GATE = (pytest.mark.slow, pytest.mark.gate)
 several = pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
 both_precisions = pytest.mark.parametrize("precision", ["float64", "float32"])
 
@@ -209,7 +210,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 @pytest.mark.lowest
-@several
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=GATE), pytest.param(4, marks=pytest.mark.slow)])
 @both_precisions
 def test_gradient(lab: Lab, ranks: int, precision: str) -> None:
     """The gradient of a window is that of one process, also where a rank has no target.
@@ -324,7 +325,7 @@ def test_compressed_gradients(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.gate)])
 def test_resumed_run_is_the_whole_run(lab: Lab, ranks: int) -> None:
     """To the bit: on three ranks, if DDP ordered its buckets anew in the middle, sums would be rounded otherwise."""
     stopped, whole, resumed = (

@@ -49,6 +49,7 @@ def test_killed_before_the_ranks_have_met(data: Path, tmp_path: Path, rank: int)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_killed_in_validation(data: Path, tmp_path: Path) -> None:
     """The validation is done again, and results.csv has a row for each epoch."""
@@ -93,7 +94,7 @@ def test_all_raise_at_once(data: Path, tmp_path: Path, launcher: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGSEGV, marks=pytest.mark.gate), signal.SIGABRT])
 def test_crashed(data: Path, tmp_path: Path, number: signal.Signals) -> None:
     """The stack of the process that crashed is there to be read."""
     run = start(flags(data, tmp_path, LINE), tmp_path, tmp_path / "said")
@@ -145,6 +146,7 @@ def test_what_a_dead_run_left(data: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run/.lock").read_text() != owner
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_ctrl_c_twice(data: Path, tmp_path: Path) -> None:
     """The second one does not wait; what is on the disk is whole."""

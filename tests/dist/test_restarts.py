@@ -48,7 +48,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.gate), *range(1, 20)])
 def test_a_rank_is_killed(data: Path, whole: tuple[Path, float], tmp_path: Path, number: int) -> None:
     """At a random moment; no hang, no second folder, no double row."""
     run = start(line(data, tmp_path, "--device cpu,cpu"), tmp_path, tmp_path / "said")

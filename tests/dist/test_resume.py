@@ -87,7 +87,8 @@ VICTIMS = ("launcher", "first rank", "last rank", "all")
 @pytest.mark.parametrize(
     ("ranks", "network", "number"),
     [(2, "small", 3), *(pytest.param(2, "yolov5n", number, marks=pytest.mark.slow) for number in range(20))]
-    + [pytest.param(3, "small", number, marks=pytest.mark.slow) for number in range(10)],
+    + [pytest.param(3, "small", 0, marks=(pytest.mark.slow, pytest.mark.gate))]
+    + [pytest.param(3, "small", number, marks=pytest.mark.slow) for number in range(1, 10)],
 )
 def test_killed_at_a_random_moment(
     data: Path, whole: Callable[[int, str], tuple[Path, float]], tmp_path: Path, ranks: int, network: str, number: int

@@ -78,6 +78,7 @@ def assert_ended(status: int, said: str, named: str) -> None:
     assert "ran out of memory" not in said
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_stopped_rank(data: Path, tmp_path: Path) -> None:
     """Row 21; SIGTERM would stay pending on it."""
@@ -125,7 +126,9 @@ def test_who_is_lost_among_three(data: Path, tmp_path: Path) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param("asleep", 0, "rank 0 has been in forward for", "in <lambda>", marks=pytest.mark.slow),
-        pytest.param("in_backward", 1, "rank 1 has been in backward for", "in hook", marks=pytest.mark.slow),
+        pytest.param(
+            "in_backward", 1, "rank 1 has been in backward for", "in hook", marks=(pytest.mark.slow, pytest.mark.gate)
+        ),
         pytest.param("absent", 1, "rank 1 has been in step for", "in wait", marks=pytest.mark.slow),
         pytest.param(
             "callback", 0, "rank 0 has been in files and callbacks", "in on_epoch_end", marks=pytest.mark.slow

@@ -96,9 +96,9 @@ PHASES = {
     ("phase", "victim", "number"),
     [
         pytest.param("first batches", "launcher", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("validation", "last rank", signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param("validation", "last rank", signal.SIGUSR1, marks=(pytest.mark.slow, pytest.mark.gate)),
         pytest.param("validation", "launcher", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("second epoch", "all", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("second epoch", "all", signal.SIGTERM, marks=(pytest.mark.slow, pytest.mark.gate)),
         pytest.param("second epoch", "first rank", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("first batches", "all", signal.SIGHUP, marks=pytest.mark.slow),
     ],

@@ -218,6 +218,7 @@ def on_two_ranks(kind: str, folder: Path, data: Path) -> tuple[subprocess.Comple
 
 
 @pytest.mark.slow
+@pytest.mark.gate
 def test_both_ranks_stop_together(data: Path, tmp_path: Path) -> None:
     """The callbacks and loggers are rank 0's (ultralytics/yolov5#4866), the stop is everybody's (#4576)."""
     done, ranks = on_two_ranks("stop", tmp_path, data)

@@ -337,6 +337,7 @@ def test_whatever_the_disk_does(seed: int, tmp_path: Path) -> None:
     writer.close()
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_several_ranks_and_a_disk_that_takes_nothing(data: Path, tmp_path: Path) -> None:
     """Rank 0 alone writes, whole files or none; that it could not is the end of all, with a status that is not 0."""
