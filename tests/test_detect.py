@@ -434,6 +434,8 @@ def test_streams_side_by_side(weights: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+@pytest.mark.slow
+@pytest.mark.gate
 def test_stream_that_hangs_in_its_driver_ends_the_run(weights: Path, tmp_path: Path) -> None:
     """Also the process, whose thread hangs on; what came before is in a whole video."""
     whole = make_video(tmp_path / "whole.ts", 60).read_bytes()
@@ -453,6 +455,8 @@ def test_stream_that_hangs_in_its_driver_ends_the_run(weights: Path, tmp_path: P
     assert read_video(tmp_path / "runs/detect/exp/hung.mp4")[0]
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_ctrl_c_ends_a_stream_with_a_whole_video(weights: Path, server: Server, tmp_path: Path) -> None:
     server.frames, server.pause = 100_000, 0.02
     command = [sys.executable, str(PROJECT / "detect.py"), "--weights", str(weights), "--device", "cpu"]

@@ -326,6 +326,8 @@ def test_no_disk_space_for_checkpoints(good: Path, cwd: Path, tiny_disk: Path) -
     assert list(tiny_disk.iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_too_little_shared_memory(good: Path, cwd: Path) -> None:
     """Elsewhere loader processes die with "Bus error" (ultralytics/yolov3#1151, mmdetection#1997); here it trains."""
     if (

@@ -77,12 +77,14 @@ def test_training_opens_no_connection(trained: tuple[Path, Path, str]) -> None:
     assert_alone(trained[2])
 
 
+@pytest.mark.slow
 def test_validation_opens_no_connection(trained: tuple[Path, Path, str], tmp_path: Path) -> None:
     flags = f"--img 64 --device cpu --workers 0 --noplots --project {tmp_path}/v".split()
     best = trained[0] / "weights" / "best.pt"  # a path that a shell would take apart
     assert_alone(traced("val.py", "--data", trained[1], "--weights", best, *flags, cwd=tmp_path))
 
 
+@pytest.mark.slow
 def test_detection_opens_no_connection(trained: tuple[Path, Path, str], tmp_path: Path) -> None:
     source = trained[1].parent / "images" / "val"
     best = trained[0] / "weights" / "best.pt"

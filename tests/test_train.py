@@ -199,6 +199,8 @@ def tables(text: str) -> list[list[str]]:
     return [block.strip("\n").splitlines() for block in blocks]
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_final_table_and_the_command_that_makes_it_again(whole: Finished, tmp_path: Path) -> None:
     """One overall row after each epoch; at the end classes too, and val.py as printed says the same."""
     shown = tables(whole.stdout)
@@ -250,6 +252,7 @@ def test_killed_and_resumed_is_the_same_run(data: Path, whole: Finished, tmp_pat
     assert not (moved.parent / "moved2").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_short_behind_its_last_epoch(whole: Finished, tmp_path: Path) -> None:
     """It stopped early, and died before its last act: going on trains nothing and brings it to its end."""
     run_dir = shutil.copytree(whole.run_dir, tmp_path / "copy")
@@ -264,6 +267,7 @@ def test_a_run_that_was_cut_short_behind_its_last_epoch(whole: Finished, tmp_pat
     assert "nothing is left to resume, it stopped early" in mistake("--resume", run_dir)
 
 
+@pytest.mark.slow
 def test_beyond_the_end(whole: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A finished run goes on with more epochs, along their schedule (Megvii-BaseDetection/YOLOX#1145)."""
     run_dir = shutil.copytree(whole.run_dir, tmp_path / "copy")
@@ -277,6 +281,7 @@ def test_beyond_the_end(whole: Finished, tmp_path: Path, capsys: pytest.CaptureF
     assert load_checkpoint(run_dir / "weights/last.pt")["config"]["epochs"] == epochs + 1
 
 
+@pytest.mark.slow
 def test_resume_from_one_of_many_checkpoints(whole: Finished, tmp_path: Path) -> None:
     """From exactly the file that was named, in a folder of its own: what the run did after it stays."""
     before = {path: path.read_bytes() for path in whole.run_dir.rglob("*") if path.is_file()}
@@ -412,7 +417,10 @@ def test_workers_and_cache_change_nothing(
     assert not differences(whole.last["ema"], last["ema"])
 
 
-@pytest.mark.parametrize("switch", ["--noval", "--nosave", "--noval --nosave"])
+@pytest.mark.parametrize(
+    "switch",
+    ["--noval --nosave", *(pytest.param(switch, marks=pytest.mark.slow) for switch in ("--noval", "--nosave"))],
+)
 def test_noval_and_nosave(data: Path, tmp_path: Path, switch: str) -> None:
     """Without validations nothing can stop a run early; without saves only the last state is there to be used."""
     (tmp_path / "still.yaml").write_text("lr0: 0\nwarmup_bias_lr: 0\n")  # so that the first fitness is the best
@@ -439,6 +447,7 @@ def test_early_stop(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "nothing is left to resume, it stopped early" in mistake("--resume", tmp_path / "run2")
 
 
+@pytest.mark.slow
 def test_exist_ok_leaves_nothing_of_the_run_before(whole: Finished, data: Path, tmp_path: Path) -> None:
     run_dir = shutil.copytree(whole.run_dir, tmp_path / "run")
     train_here(*flags(data, tmp_path, "--exist-ok --epochs 1 --cfg yolov3-tiny.yaml"))
@@ -591,7 +600,7 @@ def spoil_forward(start: int) -> RemovableHandle:
     return nn.modules.module.register_module_forward_hook(hook)
 
 
-@pytest.mark.parametrize("windows", ["of one micro-batch", "of many"])
+@pytest.mark.parametrize("windows", ["of one micro-batch", pytest.param("of many", marks=pytest.mark.slow)])
 def test_a_run_that_gets_nowhere_ends(
     data: Path, tmp_path: Path, windows: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

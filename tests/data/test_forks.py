@@ -53,6 +53,7 @@ def test_a_child_that_never_runs_is_replaced(tmp_path: Path) -> None:
     run(CHILD, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_training_does_not_wait_for_it(tmp_path: Path) -> None:
     """The first child of a run is a loader worker."""
     line = flags(make_data(tmp_path / "data"), tmp_path / "runs", "--workers 1 --epochs 1")

@@ -15,6 +15,8 @@ from tests.runs import CHILD_ENVIRONMENT, flags, make_data
 LIMIT = 240
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_rank_goes_its_own_way(tmp_path: Path) -> None:
     """Torch itself sees neither: gradients of other batches are added up, other weights are trained on."""
     line = flags(make_data(tmp_path / "data", 16), tmp_path, "--epochs 2 --noval --nbs 4")

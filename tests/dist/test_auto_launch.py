@@ -252,7 +252,7 @@ def test_a_worker_leaves(data: Path, tmp_path: Path, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["SIGINT", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGTERM", "SIGHUP"))]
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("SIGINT", "SIGTERM", "SIGHUP")]
 )
 def test_the_launcher_is_stopped(data: Path, tmp_path: Path, name: str) -> None:
     """L13: Ctrl-C, and what a scheduler or a closed terminal sends, end all processes; the run can go on."""

@@ -66,6 +66,8 @@ def test_ranks_without_a_network_say_it_once(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == before
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_ranks_fetch_data_and_weights_once(site: tuple[Server, str], tmp_path: Path) -> None:
     """With a list of devices: the process that starts the ranks needs them as well, to see what they are of."""
     server, address = site

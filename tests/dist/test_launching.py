@@ -174,6 +174,7 @@ def test_the_interface_that_was_named(trained: Trained) -> None:
     assert [seen.interface for seen in trained.seen["cpu"]] == [None, None]
 
 
+@pytest.mark.slow
 def test_sync_bn_of_one_rank(data: Path, tmp_path: Path) -> None:
     """S1: on one device the flag changes nothing, not a bit; L2 with a single rank."""
     done = torchrun([TRAIN, *line(data, tmp_path, "with", scratch("--sync-bn"))], 1, port=free_port(), timeout=LIMIT)
@@ -220,6 +221,7 @@ def assert_said_once(done: subprocess.CompletedProcess[str], message: str) -> No
     assert lines[0].startswith("error: "), "what follows is the launcher's"
 
 
+@pytest.mark.slow
 def test_list_of_devices_and_ranks_differ(data: Path, tmp_path: Path) -> None:
     """L7: both numbers, once (ultralytics/ultralytics#22878)."""
     start = time.monotonic()
@@ -272,6 +274,7 @@ def by_hand(arguments: list[str], env: Mapping[str, str]) -> subprocess.Complete
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_half_an_environment(data: Path, tmp_path: Path) -> None:
     """It is said what is missing; nothing waits for ranks that nobody started."""
     done = by_hand(line(data, tmp_path / "runs", "exp"), {"RANK": "0", "WORLD_SIZE": "2"})
@@ -334,6 +337,8 @@ def on_machines(
     return [one.result() for one in launched]
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_two_machines(data: Path, trained: Trained, tmp_path: Path) -> None:
     """L3: the machine of rank 0 is not the first to start; the figures are those of two ranks on one machine."""
     second, first = on_machines([Machine(1), Machine(0)], line(data, tmp_path, "exp", scratch()), 1)

@@ -36,6 +36,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Record]]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+@pytest.mark.gate
 def test_all_ranks_leave_out_the_window(runs: dict[str, list[Record]], name: str) -> None:
     """Weights, statistics, momentum and averages are as before it, to the bit, and go on from there.
 
@@ -55,6 +57,7 @@ def test_all_ranks_leave_out_the_window(runs: dict[str, list[Record]], name: str
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_run_ends_well(runs: dict[str, list[Record]], name: str) -> None:
     weights = Path(runs[name][0].run_dir) / "weights"
     last, best = load_checkpoint(weights / "last.pt"), load_checkpoint(weights / "best.pt")

@@ -96,17 +96,12 @@ class Lab:
         cases = [self.parity("float64", ranks, **(first if ranks > 2 else {})), self.parity("float32", ranks, **first)]
         if ranks == 1:
             cases += [Case("moved", ["--resume", str(self.as_stopped())])]
-        if ranks in (1, 2):
-            one = ["--epochs", 1]
-            cases += [self.case("rect", ranks, self.few, *one, "--rect", dtype="float64")]
-            cases += [self.case("multi_scale", ranks, self.few, *one, "--multi-scale", dtype="float64")]
         if ranks in (1, 3):
             cases += [self.case("tiny", ranks, self.tiny, "--epochs", 2, dtype="float64")]
             cases += [self.case("tiny_rect", ranks, self.tiny, "--epochs", 2, "--rect", dtype="float64")]
         if ranks == 2:
             two = ["--epochs", 2, "--no-sync-bn"]
             cases += [self.case("no_sync_bn", ranks, self.few, *two), self.stopped(ranks)]
-            cases += [self.case("compressed", ranks, self.few, *two, "--grad-compress", "bf16", stop_epoch=1)]
         if ranks == 3:
             cases += [self.whole(ranks), self.stopped(ranks), self.resumed(ranks)]
         return cases
@@ -114,10 +109,16 @@ class Lab:
     def long(self, ranks: int) -> list[Case]:
         """Cases of a launch that is made for slow tests."""
         cases = [self.parity("float32", ranks)]
+        if ranks in (1, 2):
+            one = ["--epochs", 1]
+            cases += [self.case("rect", ranks, self.few, *one, "--rect", dtype="float64")]
+            cases += [self.case("multi_scale", ranks, self.few, *one, "--multi-scale", dtype="float64")]
         if ranks == 1:
             cases += [self.parity("shuffled", ranks, dtype="float32", shuffled=True)]
         if ranks == 2:
             self.run(ranks, "stopped")
+            two = ["--epochs", 2, "--no-sync-bn", "--grad-compress", "bf16"]
+            cases += [self.case("compressed", ranks, self.few, *two, stop_epoch=1)]
             cases += [self.whole(ranks), self.resumed(ranks)]
         if ranks > 2:
             cases += [self.parity("float64", ranks)]
@@ -258,16 +259,16 @@ def test_twenty_steps(lab: Lab, ranks: int, precision: str) -> None:
     assert one[0].metrics[2] > 0.05  # of mAP50: something is found
 
 
-@pytest.mark.parametrize(
-    "name", ["rect", "multi_scale", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tiny", "tiny_rect"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rect", "multi_scale", "tiny", "tiny_rect"])
 def test_other_batches(lab: Lab, name: str) -> None:
     """Shapes, images and results are those of one process, also for less images than ranks.
 
     ultralytics/yolov5#757, ultralytics/yolov5#842, ultralytics/yolov5#4181, ultralytics/yolov5#8698,
     ultralytics/ultralytics#1604 (batches of several shapes with --rect), ultralytics/ultralytics#25576.
     """
-    one, found = lab.run(1, name), lab.run(3 if name.startswith("tiny") else 2, name)
+    tiny = name.startswith("tiny")
+    one, found = lab.run(1, name, long=not tiny), lab.run(3 if tiny else 2, name, long=not tiny)
     for record in found:
         assert record.shapes == one[0].shapes
         assert record.finite
@@ -310,9 +311,10 @@ def test_without_sync_bn(lab: Lab) -> None:
 # Compressed gradients -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compressed_gradients(lab: Lab) -> None:
     """Rounded to 8 significant bits, no less and no more; all ranks have the same, so their weights stay the same."""
-    found, plain = lab.run(2, "compressed"), lab.run(2, "no_sync_bn")
+    found, plain = lab.run(2, "compressed", long=True), lab.run(2, "no_sync_bn")
     apart = deviation(found[0].gradient, plain[0].gradient)
     print(f"compressed: gradients are {apart:.1e} apart")
     assert 2**-12 < apart < 2**-8

@@ -86,7 +86,10 @@ VICTIMS = ("launcher", "first rank", "last rank", "all")
 
 @pytest.mark.parametrize(
     ("ranks", "network", "number"),
-    [(2, "small", 3), *(pytest.param(2, "yolov5n", number, marks=pytest.mark.slow) for number in range(20))]
+    [
+        pytest.param(2, "small", 3, marks=pytest.mark.slow),
+        *(pytest.param(2, "yolov5n", number, marks=pytest.mark.slow) for number in range(20)),
+    ]
     + [pytest.param(3, "small", 0, marks=(pytest.mark.slow, pytest.mark.gate))]
     + [pytest.param(3, "small", number, marks=pytest.mark.slow) for number in range(1, 10)],
 )

@@ -217,6 +217,7 @@ def test_problems_are_said_once(scanned: Scanned) -> None:
     assert scanned.said.count("refused/labels/train/1.txt") == 0, "whoever asked tells it"
 
 
+@pytest.mark.slow
 def test_machines_with_different_labels(tmp_path: Path) -> None:
     """L3: one number differs in one file; both machines say so, and nothing is trained."""
     datas = [make_data(tmp_path / name, 4) for name in ("first", "second")]
@@ -278,6 +279,8 @@ def test_ranks_draw_different_numbers(tmp_path: Path) -> None:
     assert "file is a file; choose a folder you can write to" in mistaken[0].error
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_ranks_with_different_settings(tmp_path: Path) -> None:
     """Lines typed on several machines: what differs is named on all, and nothing is trained (Paddle#57220).
 

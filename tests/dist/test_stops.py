@@ -134,6 +134,8 @@ def test_stopped_at_a_random_moment(data: Path, whole: tuple[Path, float], tmp_p
 
 
 @pytest.mark.lowest
+@pytest.mark.slow
+@pytest.mark.gate
 def test_under_torchrun(data: Path, tmp_path: Path) -> None:
     """A launcher by hand ends with 1 whatever its workers end with: the file RESUME tells (docs/faults.md)."""
     line = flags(data, tmp_path, LINE, "--device cpu --epochs 50 --time-limit 1s")
@@ -157,7 +159,7 @@ def test_ignored_signals_stay_ignored(data: Path, tmp_path: Path) -> None:
     assert run.wait(LIMIT) == 0, (tmp_path / "said").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_stopped_while_it_waits_for_the_first_rank(data: Path, tmp_path: Path, number: signal.Signals) -> None:
     """That wait is in C, where Python's handlers do not run: it lasted until the launcher killed the rank."""
     with socket.create_server(("127.0.0.1", 0)) as nobody:

@@ -117,6 +117,8 @@ def test_what_is_measured_is_not_nothing(alone: dict[str, Part]) -> None:
 
 
 @needs_shared
+@pytest.mark.slow
+@pytest.mark.gate
 def test_val_py_writes_the_same_files(golden: Path, tmp_path: Path) -> None:
     """One writer (LibreYOLO/libreyolo#604); val.py takes ranks like train.py (ultralytics/ultralytics#22567)."""
     line = ["--weights", golden / "golden.pt", "--data", golden / "shapes/data.yaml", "--project", tmp_path]

@@ -135,7 +135,7 @@ def test_image_size_below_the_stride() -> None:
         check_imgsz(99999999, DetectionModel(SPEC, 2))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_loads_nothing_that_it_does_not_need(tmp_path: Path, ranks: int) -> None:
     """The drawing libraries take a second: on every rank."""
     data = make_data(tmp_path, 4, 2)

@@ -114,6 +114,8 @@ def test_golden_detections() -> None:
 
 
 @needs_shared
+@pytest.mark.slow
+@pytest.mark.gate
 def test_golden_figures(blood: Path) -> None:
     """Through val.py's own command line, each within 0.002."""
     flags = ["--weights", GOLDEN, "--data", blood, "--img", 320, "--batch", 16, "--workers", 0, "--name", "run"]

@@ -100,7 +100,7 @@ def check_texts(figure: Figure) -> None:
     assert min(float(text.get_fontsize()) for text in texts) * figure.dpi / 72 >= 10
 
 
-@pytest.mark.parametrize("count", [1, 3, 9, 25, 80])
+@pytest.mark.parametrize("count", [1, 9, 80, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 25))])
 def test_texts_can_be_read(count: int, tmp_path: Path) -> None:
     names = class_names(count)
     check_texts(rendered(labels_of(count)))

@@ -236,6 +236,7 @@ def test_both_ranks_stop_together(data: Path, tmp_path: Path) -> None:
 # Failing --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_failing_callback_ends_the_run_with_its_traceback(data: Path, tmp_path: Path) -> None:
     """A second one that fails over this does not hide it."""
     line = flags(data, tmp_path / "runs", "--noplots")

@@ -203,6 +203,7 @@ def test_best_weights_that_the_disk_did_not_take(data: Path, whole: Whole, tmp_p
         assert_same_run(whole, disk / "runs/run")
 
 
+@pytest.mark.slow
 def test_disk_that_stays_full(data: Path, whole: Whole, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run trains to its end, which is status 1; what was there goes on once there is room again."""
     turn = whole.turn
@@ -367,6 +368,7 @@ def test_several_ranks_and_a_disk_that_takes_nothing(data: Path, tmp_path: Path)
 # Disks that refuse ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_disk_that_becomes_read_only(
     data: Path, whole: Whole, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -501,6 +503,7 @@ log_on_a_full_disk("tensorboard", Path(sys.argv[1]), Path(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_tensorboard_on_a_full_disk(tmp_path: Path) -> None:
     """In a process of its own: TensorBoard's thread reports its death on stderr."""
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -607,6 +610,8 @@ def stands_still(pid: int) -> bool:
     return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_two_runs_in_one_folder(data: Path, tmp_path: Path) -> None:
     """The second is refused and changes nothing; when the first is dead (kill -9) the folder is free at once."""
     run_dir = tmp_path / "run"
@@ -642,6 +647,7 @@ def test_two_runs_in_one_folder(data: Path, tmp_path: Path) -> None:
     assert results(run_dir)["epoch"].tolist() == [1]
 
 
+@pytest.mark.slow
 def test_lock_on_a_full_disk(tmp_path: Path) -> None:
     """Who holds it can't be noted; it holds all the same, and its end is no error."""
     with small_disk(tmp_path / "disk", "64k") as disk:

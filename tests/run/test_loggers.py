@@ -113,6 +113,8 @@ def test_results_csv_is_always_written(data: Path, tmp_path: Path) -> None:
 # Resumed --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_killed_and_resumed_gives_the_same_rows(data: Path, whole: Path, tmp_path: Path) -> None:
     """Killed in the third epoch, and once more in the moment between a row and its checkpoint."""
     line = flags(data, tmp_path / "runs", "--noplots", "--loggers", *NAMES)
@@ -154,6 +156,7 @@ def stop_in(forward: int) -> Callable[[nn.Module, Any], None]:
     return hook
 
 
+@pytest.mark.slow
 def test_stopped_in_the_middle_of_epochs_gives_the_same_rows(data: Path, tmp_path: Path) -> None:
     """Twice, in the second and in the fourth epoch; each file is as if nothing had happened."""
     more = ["--batch", BATCH, "--nbs", BATCH, "--noplots", "--loggers", *NAMES]  # four windows an epoch
@@ -176,6 +179,7 @@ def test_stopped_in_the_middle_of_epochs_gives_the_same_rows(data: Path, tmp_pat
         assert read_scalars(run_dir) == read_scalars(whole)
 
 
+@pytest.mark.slow
 def test_resumed_from_an_earlier_epoch(whole: Path, tmp_path: Path) -> None:
     """The epochs that are done again are there once, in the new folder that the run goes on in."""
     run_dir = train_with([], "--resume", whole / "weights/epoch2.pt", "--project", tmp_path).run_dir
@@ -292,6 +296,7 @@ def test_an_unknown_name_ends_with_status_2(tmp_path: Path) -> None:
         loggers_from_names(["json"])
 
 
+@pytest.mark.slow
 def test_without_tensorboard_nothing_is_begun(data: Path, tmp_path: Path) -> None:
     """With what to type, and together with other mistakes."""
     line = flags(data, tmp_path / "runs", "--loggers", "tensorboard", "--hyp", "none.yaml")

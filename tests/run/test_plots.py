@@ -91,6 +91,7 @@ def test_noplots_leaves_none(data: Path, tmp_path: Path) -> None:
     assert not pictures(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_broken_drawing_library_is_one_warning(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +119,7 @@ def results_of(folder: Path) -> Plots:
     return Plots(folder, ["a", "b"])
 
 
+@pytest.mark.slow
 def test_results_are_drawn_now_and_then_and_at_the_end(tmp_path: Path) -> None:
     with results_of(tmp_path) as plots:
         plots.end_epoch(4, None, final=False)
@@ -215,6 +217,7 @@ def test_evaluation_of_images_without_labels_or_detections(tmp_path: Path, index
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux only")
+@pytest.mark.slow
 def test_images_whose_names_are_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Names in Latin-1, as old disks have them, and with a line break."""
     data = make_data(tmp_path / "data", count=1, val=2)

@@ -84,7 +84,7 @@ def test_a_bar_on_a_terminal() -> None:
     assert last.endswith(" left")
 
 
-@pytest.mark.parametrize("columns", [80, 0, 60, 45])
+@pytest.mark.parametrize("columns", [80, 0, *(pytest.param(columns, marks=pytest.mark.slow) for columns in (60, 45))])
 def test_a_narrow_terminal_shows_what_matters(columns: int) -> None:
     """Speed and time left were cut off at 80 columns; on a terminal of no size (containers) there were no figures."""
     code = """

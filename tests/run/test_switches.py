@@ -92,6 +92,7 @@ def test_classes_become_one(data: Path, tmp_path: Path, monkeypatch: pytest.Monk
         build_index([tmp_path / "images"], 2, single_cls=True, cache=False)
 
 
+@pytest.mark.slow
 def test_single_cls_from_training_to_validation(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One class in network, checkpoint and table; the command that the end names measures the same."""
     train_here(*flags(data, tmp_path, "--epochs 1 --single-cls --label-smoothing 0.1"))
@@ -131,7 +132,7 @@ def test_val_period(data: Path, tmp_path: Path) -> None:
 
 
 @needs_shared
-@pytest.mark.parametrize("metric", ["recall", "F1"])
+@pytest.mark.parametrize("metric", ["recall", pytest.param("F1", marks=pytest.mark.slow)])
 def test_best_is_what_the_metric_says(tmp_path: Path, metric: str) -> None:
     """Trained weights, so that the figures are far from zero and from each other; they learn nothing here."""
     for kind, suffix in (("images", ".jpg"), ("labels", ".txt")):  # copied, so that caches stay out of SHARED
@@ -181,6 +182,7 @@ def slivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "data.yaml"
 
 
+@pytest.mark.slow
 def test_anchors_that_were_found_stay_with_the_weights(
     slivers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,6 +206,7 @@ def test_anchors_that_were_found_stay_with_the_weights(
     assert load_checkpoint(tmp_path / "tuned/weights/best.pt")["spec"]["anchors"] == saved["spec"]["anchors"]
 
 
+@pytest.mark.slow
 def test_resume_keeps_what_was_found(slivers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A resumed run neither looks at the labels again nor builds other anchors."""
     train_here(*flags(slivers, tmp_path, "--img 96 --epochs 2 --save-period 1 --hyp hyp.VOC.yaml"))

@@ -29,6 +29,8 @@ def marks(trace: Path) -> list[str]:
     return sorted(name for name in found if name.startswith("ProfilerStep"))
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R6: a trace and a table of the first epoch; the run goes on, and is the same as without."""
     data = make_data(tmp_path / "data", count=36)  # 9 batches
