@@ -268,7 +268,7 @@ def closed_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.mark.parametrize("host", [f"127.0.0.1:{closed_port()}", "no-such-host.invalid"])
+@pytest.mark.parametrize("host", [f"127.0.0.1:{closed_port()}", "no-such-host.invalid"], ids=["refused", "unknown"])
 def test_without_a_network_it_is_over_at_once(host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = time.monotonic()
     refused(f"http://{host}/x.zip", tmp_path / "x.zip", "no connection (", f"http://{host}/x.zip")

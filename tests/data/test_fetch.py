@@ -191,6 +191,7 @@ def test_fetched_ahead_of_time(
         (zip_of({"set/a": b"1"})[:-30], "is damaged or cut short"),
         (zip_of({"set/images/train/a.jpg": b"1"}), "what download gave does not hold"),
     ],
+    ids=["leads out", "no archive", "cut short", "another set"],
 )
 def test_archives_that_are_no_data_set(content: bytes, words: str, site: tuple[Server, str], tmp_path: Path) -> None:
     server, address = site
