@@ -49,8 +49,9 @@ from utils.dist.job_files import (
     write_outcome,
 )
 from utils.dist.job_launcher import wait_for_workers
-from utils.dist.launch import as_worker, end_with_parent, launch, orphaned, variables_kept, worker_devices
+from utils.dist.launch import launch, variables_kept, worker_devices
 from utils.dist.place import ALONE, DistEnv, dist_env, rank_device
+from utils.dist.worker import as_worker, end_with_parent, orphaned
 from utils.inference.predictions import Prediction, predict, predict_config
 from utils.metrics.evaluation import fitness
 from utils.run import settings as command

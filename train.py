@@ -43,7 +43,7 @@ from utils.core.logging import get_logger
 from utils.core.wording import format_lines
 from utils.data.loader_notes import deaths_explained
 from utils.data.loaders import Batch, ValLoader
-from utils.dist import job_files, launch, stalls
+from utils.dist import job_files, launch, stalls, worker
 from utils.dist.collectives import broadcast_object, check_same_weights, once, start_all_reduce_sum
 from utils.dist.place import DistEnv, dist_env
 from utils.metrics.evaluation import Evaluation, TableRow, format_table
@@ -151,7 +151,7 @@ def train(
                 end_epoch(run, losses, val_batches, clock)
 
             results = finish(run, val_batches, clock)
-            launch.tell_launcher(None)
+            worker.tell_launcher(None)
             stack.close()  # waits for the pictures
             run.callbacks.train_end(events.train_end(run, results.evaluation))
         missing = once(lambda: saving.what_is_missing(run), env)
@@ -182,7 +182,7 @@ def set_up(
 
     # 3. run: its folder, and what trains the network: criterion, optimizer, schedule, EMA -----------------------------
     run_dir = once(lambda: restarts.open_run_dir(config, resumed), env)
-    launch.tell_launcher(run_dir)
+    worker.tell_launcher(run_dir)
     run = Run(config, inputs, env, run_dir, callbacks)
 
     # 4. resume, then join the ranks' networks -------------------------------------------------------------------------
@@ -402,4 +402,4 @@ def finish(run: Run, val_batches: ValLoader, clock: RunClock) -> Results:
 
 if __name__ == "__main__":
     os.environ.setdefault(signals.STARTED, str(signals.BEGAN))
-    errors.run_cli(launch.as_worker(main))
+    errors.run_cli(worker.as_worker(main))

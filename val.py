@@ -50,8 +50,9 @@ from utils.data.loaders import Batch, ValLoader, choose_num_workers, val_loader
 from utils.data.report import NOTHING_FOUND, ScanReport, UnreadableImages, write_report
 from utils.dist.collectives import gather_objects, once
 from utils.dist.job_files import shown_weights
-from utils.dist.launch import as_worker, launch, say, worker_devices
+from utils.dist.launch import launch, say, worker_devices
 from utils.dist.place import DistEnv, dist_env
+from utils.dist.worker import as_worker
 from utils.inference.val_files import (
     annotations_of,
     coco_results,

@@ -24,7 +24,7 @@ from utils.config.command_line import given_flags
 from utils.config.data_yaml import build_train_config
 from utils.config.flags import TrainConfig
 from utils.core.errors import run_cli
-from utils.dist.launch import as_worker
+from utils.dist.worker import as_worker
 from utils.run.callbacks import (
     STOP,
     Callback,

@@ -26,7 +26,7 @@ from models.yolo import DetectionModel
 from tests.dist.launch import free_port, torchrun
 from tests.runs import torch_settings_kept
 from utils.core.errors import UserError
-from utils.dist.launch import as_worker
+from utils.dist.worker import as_worker
 from utils.run import settings
 
 

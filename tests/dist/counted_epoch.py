@@ -28,8 +28,8 @@ from utils.config.command_line import given_flags
 from utils.config.data_yaml import build_train_config
 from utils.config.flags import TrainConfig
 from utils.data.loaders import Batch
-from utils.dist.launch import as_worker
 from utils.dist.place import DistEnv
+from utils.dist.worker import as_worker
 from utils.run.events import train_start
 from utils.run.loading import open_loaders
 from utils.run.progress import RunClock

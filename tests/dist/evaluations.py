@@ -22,8 +22,8 @@ from utils.config.recipe import Hyp
 from utils.data.dataset import DetectionDataset
 from utils.data.image_cache import ImageCache
 from utils.data.loaders import val_loader
-from utils.dist.launch import as_worker
 from utils.dist.place import DistEnv
+from utils.dist.worker import as_worker
 from utils.run.val_inputs import read_val_inputs
 from utils.torch_utils import process_group
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from utils.dist.collectives import all_gather_objects, barrier
-from utils.dist.launch import as_worker
+from utils.dist.worker import as_worker
 from utils.torch_utils import process_group
 
 PATIENCE = 20.0  # seconds that a rank waits at the end

@@ -13,7 +13,7 @@ from pathlib import Path
 from utils.config.data_yaml import load_data
 from utils.core.errors import UserError
 from utils.data.splits import open_splits
-from utils.dist.launch import as_worker
+from utils.dist.worker import as_worker
 from utils.torch_utils import process_group
 
 

@@ -18,7 +18,7 @@ from utils.config.command_line import given_flags
 from utils.config.data_yaml import build_train_config
 from utils.config.flags import TrainConfig
 from utils.data.loaders import Batch
-from utils.dist.launch import as_worker
+from utils.dist.worker import as_worker
 from utils.run.loading import open_loaders
 from utils.torch_utils import process_group
 

@@ -17,8 +17,8 @@ from utils.config.command_line import given_flags
 from utils.config.flags import TrainConfig
 from utils.core.errors import run_cli
 from utils.core.signals import stops_end_the_process
-from utils.dist.launch import as_worker
 from utils.dist.place import dist_env
+from utils.dist.worker import as_worker
 from utils.run import settings as command
 from utils.run.callbacks import Callback, CheckpointSaved, TrainStart
 from utils.torch_utils import process_group

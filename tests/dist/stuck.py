@@ -27,8 +27,9 @@ from utils.config.flags import TrainConfig
 from utils.core.errors import run_cli
 from utils.core.heartbeat import Phase, own
 from utils.core.signals import stops_end_the_process
-from utils.dist.launch import as_worker, launch, say
+from utils.dist.launch import launch, say
 from utils.dist.place import dist_env
+from utils.dist.worker import as_worker
 from utils.run import settings as command
 from utils.run.callbacks import Callback, EpochEnd, Stop
 from utils.torch_utils import process_group

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from utils.dist.collectives import all_gather_objects, all_reduce_sum
-from utils.dist.launch import as_worker
 from utils.dist.place import DistEnv
+from utils.dist.worker import as_worker
 from utils.torch_utils import process_group
 from utils.training.sync_bn import SyncBatchNorm, average_buffers, convert_sync_bn
 

@@ -21,9 +21,10 @@ from utils.config.command_line import given_flags
 from utils.config.flags import TrainConfig
 from utils.config.yaml_files import find_yaml
 from utils.core.errors import UserError
-from utils.dist.launch import _last_life, explain, last_words, variables_kept, worker_devices
+from utils.dist.launch import _last_life, explain, variables_kept, worker_devices
 from utils.dist.meeting import backend
 from utils.dist.place import ALONE, DistEnv, assign_device
+from utils.dist.worker import last_words
 from utils.run import settings as command
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

@@ -5,58 +5,41 @@ under a launcher that was typed by hand.
 """
 
 import contextlib
-import ctypes
-import faulthandler
-import json
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
 import tempfile
-import threading
-import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from utils.core.devices import parse_device
 from utils.core.errors import (
-    ENDS,
     NO_PROGRESS,
     RESUMABLE,
     USER_ERROR,
-    LostPeerError,
-    NotWrittenError,
-    Stopped,
-    check_output,
-    ended_by,
     flush_output,
-    leave,
     say_on_stderr,
 )
 from utils.core.heartbeat import STALLED
 from utils.core.signals import BEGAN, OURS, STARTED
 from utils.dist.meeting import LOST, TIMED_OUT
 from utils.dist.place import DistEnv
+from utils.dist.worker import RUN, STOPPED, last_line, read_traceback
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")  # others kill the launcher, not its workers
 GRACE = 60  # seconds that workers get to save and leave when they are told to stop, before they are killed
 LOST_PEER = (*LOST, "NCCL error")
-SAME_MOMENT = 0.5  # seconds in which ranks that meet the same error meet it
 LOGS = "lockstep-launch-"
-STOPPED = "stopped"  # left beside a worker's error file when it stopped as it was asked to: the status it ends with
-RUN = "run"  # beside it as well: the folder of the worker's run, so that the launcher can tell how to go on
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -133,7 +116,7 @@ def launch(
             )
             elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
-        failure = explain(error.failures, _note(logs), [_last_line(text) for text in _tracebacks(_last_life(logs))])
+        failure = explain(error.failures, _note(logs), [last_line(text) for text in _tracebacks(_last_life(logs))])
         if failure.status == RESUMABLE and not any(
             _last_life(logs).rglob(STOPPED)
         ):  # before there was anything to save
@@ -224,13 +207,7 @@ def _last_life(logs: Path) -> Path:
 
 def _tracebacks(life: Path) -> list[str]:
     """Return what the workers of a life have left of exceptions, by local rank; "" for one that left nothing."""
-    return [_read_traceback(path) for path in sorted(life.glob("*/error.json"))]
-
-
-def _read_traceback(path: Path) -> str:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"])
-    return ""
+    return [read_traceback(path) for path in sorted(life.glob("*/error.json"))]
 
 
 def explain(failures: Mapping[int, ProcessFailure], stalled: str = "", last_lines: Sequence[str] = ()) -> Failure:
@@ -262,7 +239,7 @@ def explain(failures: Mapping[int, ProcessFailure], stalled: str = "", last_line
     if _lost_a_peer(failure) and not _waited_in_vain(failure):
         text += "another rank left in the middle of the run, without an error of its own\n"
     end = f"rank {rank} failed with status {failure.exitcode}; all other ranks were ended"
-    alike = list(last_lines).count(_last_line(text)) if text else 0
+    alike = list(last_lines).count(last_line(text)) if text else 0
     if alike > 1:
         end = f"{alike} ranks failed with this error, rank {rank} with status {failure.exitcode}; all ranks were ended"
     return Failure(failure.exitcode, rank, f"{text}{end}")
@@ -287,128 +264,6 @@ def _message(traceback_text: str) -> str:
     """Return what the last exception of a traceback says: NCCL's is in the first of several lines."""
     last = traceback_text.rpartition("Traceback (most recent call last):\n")[2]
     return "\n".join(line for line in last.splitlines() if not line.startswith("  "))  # those are places
-
-
-def _last_line(text: str) -> str:
-    return text.rstrip().rsplit("\n", 1)[-1]
-
-
-# In a worker ----------------------------------------------------------------------------------------------------------
-
-
-def as_worker(main: Callable[[], int | None]) -> Callable[[], int | None]:
-    """Make a script's main function fit to be run by a launcher.
-
-    The process ends with the launcher, also if that is killed; an exception is handed to the launcher, and one of ours
-    prints it when all workers are gone, so that only how to go on is read after it. A worker leaves by `leave`: if the
-    interpreter were taken down, threads of Gloo that a group left behind would abort it, now and again.
-    """
-    launcher = "TORCHELASTIC_RUN_ID" in os.environ or OURS in os.environ
-    if not launcher:
-        return main
-    end_with_parent()
-    faulthandler.enable()  # a crash in C leaves the Python stack
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the launcher runs in the background
-
-    def ended() -> int | None:  # inside of the record: what needs no traceback leaves none
-        try:
-            status = main()
-            check_output()
-            return status
-        except ENDS as stop:
-            if isinstance(stop, Stopped) and not stop.args and OURS in os.environ:
-                return stop.status  # the launcher tells why it ended its workers
-            status = ended_by(stop)
-            can_go_on = isinstance(stop, Stopped) and stop.args
-            if "TORCHELASTIC_ERROR_FILE" in os.environ and (can_go_on or isinstance(stop, NotWrittenError)):
-                Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(STOPPED).write_text(str(status))
-            return status
-
-    recorded: Callable[[], int | None] = record(ended)
-
-    def run_and_leave() -> NoReturn:
-        try:
-            status = recorded() or 0
-        except Exception as error:
-            status = 1
-            if OURS not in os.environ:  # else the launcher says it, when all are gone
-                _say_once(error)
-        leave(status)
-
-    return run_and_leave
-
-
-def tell_launcher(run_dir: Path | None) -> None:
-    """Leave the folder of this worker's run where our launcher finds it; None: nothing of the run is left to do."""
-    if OURS not in os.environ or "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        return
-    note = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(RUN)
-    with contextlib.suppress(OSError):  # of a full disk; it is only for a line
-        if run_dir is None:
-            note.unlink(missing_ok=True)
-        else:
-            note.write_bytes(os.fsencode(run_dir))
-
-
-def _say_once(error: Exception) -> None:
-    """Print what ends a worker of a launcher that is not ours: one line for a lost peer, else the traceback.
-
-    What the first worker of the machine meets as well, at about the same time, is left to that one.
-    """
-    if isinstance(error, LostPeerError):
-        say_on_stderr(f"error: {error}")
-        return
-    own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    text = _last_line("".join(traceback.format_exception_only(error)))
-    end = time.monotonic() + SAME_MOMENT
-    while own.parent.name not in ("", "0") and time.monotonic() < end:
-        if _last_line(_read_traceback(own.parent.with_name("0") / own.name)) == text:
-            return
-        time.sleep(0.05)
-    sys.excepthook(type(error), error, error.__traceback__)
-
-
-def last_words() -> list[str]:
-    """Return how the workers of the life before this one failed: the last line of each traceback of this machine."""
-    own = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # FOLDER/attempt_N/LOCAL_RANK/error.json
-    attempt = re.fullmatch(r"attempt_(\d+)", own.parent.parent.name)
-    if attempt is None:
-        return []
-    lines = []
-    before = own.parent.parent.with_name(f"attempt_{int(attempt.group(1)) - 1}")
-    for path in sorted(before.glob("*/error.json")):
-        if callstack := _read_traceback(path):
-            lines.append(f"local rank {path.parent.name} failed: {_last_line(callstack)}")
-    with contextlib.suppress(OSError):
-        lines += [path.read_text() for path in before.glob(f"*/{STALLED}")]
-    return lines
-
-
-def end_with_parent(by: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
-    """End this process when its parent ends: by the kernel on Linux, elsewhere by looking once a second.
-
-    Args:
-        by: the signal; one that can be handled leaves time to end what this process has started.
-        parent: process id, for it may have ended already; None is the parent of the moment.
-    """
-    parent = os.getppid() if parent is None else parent
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, by)
-        if orphaned(parent):  # it has ended before it could be watched
-            signal.raise_signal(by)
-        return
-
-    def watch() -> None:
-        while not orphaned(parent):
-            time.sleep(1)
-        signal.raise_signal(by)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def orphaned(parent: int) -> bool:
-    """Whether the process that started this one is gone; never so on Windows, which does not tell."""
-    return sys.platform != "win32" and os.getppid() != parent
 
 
 def say(failure: Failure | None) -> int:

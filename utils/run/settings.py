@@ -14,8 +14,9 @@ from utils.config.flags import AUTOMATIC, TrainConfig
 from utils.core.errors import RESUMABLE, Stopped, UserError
 from utils.core.logging import get_logger
 from utils.dist.collectives import once
-from utils.dist.launch import last_words, worker_devices
+from utils.dist.launch import worker_devices
 from utils.dist.place import ALONE, DistEnv
+from utils.dist.worker import last_words
 from utils.run.autobatch import automatic_batch
 from utils.run.folder import has_checkpoint, how_to_go_on
 from utils.run.restarts import find_own_run, this_life, was_stopped
