@@ -91,6 +91,21 @@ def test_best_weights_go_along_only_if_they_are_of_that_state(whole: Path, tmp_p
     assert "the best weights up to there, of epoch 1, are not at hand" in saved["said"][-1]
 
 
+@pytest.mark.parametrize("best_of", [1, 3])
+def test_best_weights_of_another_epoch_stay_behind(best_of: int, whole: Path, tmp_path: Path) -> None:
+    """Of a run whose best epoch is the first, seen from its second: best.pt has been replaced since, or has not."""
+    run_dir = shutil.copytree(whole, tmp_path / "run")
+    path, best = run_dir / "weights/epoch2.pt", run_dir / "weights/best.pt"
+    saved = load_checkpoint(path)
+    saved["state"] |= {"best_epoch": 0, "best_fitness": 0.5}
+    save_checkpoint(saved, path)
+    best.unlink()
+    shutil.copyfile(run_dir / f"weights/{'epoch1' if best_of == 1 else 'last'}.pt", best)
+    _, saved = found("--resume", path, "--project", tmp_path / "other")
+    assert saved["best"] == (str(best) if best_of == 1 else "")
+    assert saved["state"]["best_fitness"] == (0.5 if best_of == 1 else -1.0)
+
+
 def test_on_in_another_project_with_data_that_moved(data: Path, whole: Path, tmp_path: Path) -> None:
     """All of it at once: another folder, another place of the data, and the same run in the end.
 
