@@ -1,6 +1,7 @@
 """Imports point one way, from folder to folder, and what belongs to distributed runs stays in its room."""
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -104,6 +105,16 @@ def test_contributing_describes_every_folder() -> None:
     folders = [path.parent.relative_to(PROJECT).as_posix() for path in (PROJECT / "utils").glob("*/__init__.py")]
     missing = [folder for folder in [*folders, "models", "data", "benchmarks", "docs"] if f"`{folder}/`" not in text]
     assert not missing, f"CONTRIBUTING.md, section Rooms, does not say what lives in {missing}"
+
+
+def test_contributing_names_what_is_there() -> None:
+    """Files, and what is said to be in them: whoever starts there finds it."""
+    text = (PROJECT / "CONTRIBUTING.md").read_text()
+    sources = {path: path.read_text() for path in [*project_modules().values(), *PROJECT.glob("tests/*.py")]}
+    for name in re.findall(r"`([\w/]+\.py)`", text):
+        assert any(path.as_posix().endswith(f"/{name}") for path in sources), name
+    for name in re.findall(r"`([A-Z][A-Za-z_]{2,})`", text):
+        assert any(re.search(rf"\b{name}\b", source) for source in sources.values()), name
 
 
 def test_imports_point_up() -> None:
