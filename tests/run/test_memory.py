@@ -66,7 +66,6 @@ def memory_of_tree(root: int) -> dict[int, float]:
     not OWN_MEMORY.exists() or "Pss_Anon:" not in OWN_MEMORY.read_text(),
     reason="needs the memory figures of a process that Linux has from 5.4 on",
 )
-@pytest.mark.gate
 def test_memory_is_flat_over_epochs(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     (tmp_path / "images").mkdir()
