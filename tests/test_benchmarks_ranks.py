@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import train
 from benchmarks import devices, ranks
 from benchmarks.devices import DeviceSettings, Epoch, device_flag, table
 from benchmarks.measuring import Options
@@ -41,7 +40,7 @@ def test_rows_of_steps() -> None:
 def test_every_batch_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that is asked for, and not afterwards, also if it fails."""
     asked: list[bool] = []
-    monkeypatch.setattr(train, "accumulating", lambda model, step_now: asked.append(step_now))
+    monkeypatch.setattr(data_parallel, "accumulating", lambda model, step_now: asked.append(step_now))
 
     def work() -> None:
         data_parallel.accumulating(torch.nn.Identity(), False)

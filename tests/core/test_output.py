@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from utils.core.errors import UserError, run_cli
 from utils.core.logging import get_logger
-from utils.dist.launch import as_worker
+from utils.dist.worker import as_worker
 
 def main():
     for number in range(3000):

@@ -29,7 +29,7 @@ from utils.data.index import build_index
 from utils.data.loaders import Batch
 from utils.dist.place import DistEnv
 from utils.run.callbacks import Callback, CheckpointSaved, EpochEnd, Figures, Stop, TrainEnd, TrainStart
-from utils.run.folder import claim, is_finished, release
+from utils.run.folder import claim, is_finished, release, script
 from utils.run.loggers import TENSORBOARD_FILES, loggers_from_names
 from utils.run.plots import Plots
 from utils.torch_utils import save_checkpoint
@@ -230,7 +230,7 @@ def test_stopped_on_a_full_disk(data: Path, tmp_path: Path, capsys: pytest.Captu
             NotWrittenError, match=r"^stopped by SIGTERM, but the state of .*run was not written; "
         ) as info:
             train_with([stop], *flags(data, disk / "runs"))
-        assert str(info.value).splitlines()[1:] == [f"go on with: python {PROJECT / 'train.py'} --resume {run_dir}"]
+        assert str(info.value).splitlines()[1:] == [f"go on with: python {script('train.py')} --resume {run_dir}"]
         assert ended_by(info.value) == 1
         assert not (run_dir / "RESUME").exists()
         assert epochs_of(run_dir / "weights")["last.pt"] == 2
@@ -264,7 +264,7 @@ def test_only_the_final_weights_are_missing(data: Path, tmp_path: Path, capsys: 
         run_dir = disk / "runs/run"
         with pytest.raises(NotWrittenError, match=r"^the final best\.pt of .*run was not written; the warn") as info:
             train_with([FullInTheEnd(disk, 1)], *flags(data, disk / "runs", "--epochs", 1))
-        assert str(info.value).splitlines()[1:] == [f"go on with: python {PROJECT / 'train.py'} --resume {run_dir}"]
+        assert str(info.value).splitlines()[1:] == [f"go on with: python {script('train.py')} --resume {run_dir}"]
         assert "best.pt still holds the state of the run besides its weights: " in capsys.readouterr().out
         (disk / "filler").unlink()
         train_with([], "--resume", run_dir)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.common import PROJECT
 from utils.core.errors import UserError
 from utils.run.folder import (
     create_run_dir,
@@ -16,6 +15,7 @@ from utils.run.folder import (
     how_to_go_on,
     lockstep_version,
     prepare_weights_dir,
+    script,
     versions,
     write_description,
 )
@@ -144,5 +144,5 @@ def test_a_run_that_has_saved_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^--resume {run}: nothing was saved there yet; start the run again$"):
         find_resumable(str(run), "runs")
     (run / "weights/last.prev.pt").touch()
-    assert how_to_go_on(run) == [f"go on with: python {PROJECT / 'train.py'} --resume '{run}'"]
+    assert how_to_go_on(run) == [f"go on with: python {script('train.py')} --resume '{run}'"]
     assert find_resumable(str(run), "runs") == [(run, run / "weights" / "last.pt")]

@@ -8,6 +8,11 @@ def one_line(name: str) -> str:
     return " ".join("".join(letter if letter.isprintable() else " " for letter in name).split())
 
 
+def escaped(path: str) -> str:
+    """Return a file's name as it is shown: its line breaks and other control characters, if any, as escapes."""
+    return "".join(repr(letter)[1:-1] if ord(letter) < 32 or ord(letter) == 127 else letter for letter in path)
+
+
 def shorten(text: str, limit: int) -> str:
     """Cut the middle out of a text that is longer than ``limit`` characters: what differs is often at the end."""
     if len(text) <= limit:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from utils.core.errors import UserError
-from utils.core.wording import one_line
+from utils.core.wording import escaped
 
 REPORT_FILE = "data_report.csv"  # in a run folder
 SHOWN = 10  # problems of a split on the terminal
@@ -150,7 +150,7 @@ class UnreadableImages:
             return
         new = {path: reason for path, reason in sorted(found.items()) if (split, path) not in self._told}
         self._told.update((split, path) for path in new)
-        names = ", ".join(shortened([f"{one_line(path)} ({new[path]})" for path in list(new)[:SHOWN]], len(new)))
+        names = ", ".join(shortened([f"{escaped(path)} ({new[path]})" for path in list(new)[:SHOWN]], len(new)))
         several = len(found) > 1
         text = f"{len(found)} image{'s' * several} of {split} could not be read and {done[several]}"
         if len(new) < len(found):

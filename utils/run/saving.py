@@ -104,7 +104,7 @@ def strip_best(run: Run) -> None:
         strip_checkpoint(best if best.exists() else last, best)
 
     try:
-        run.writer.write_now(strip, "the final best.pt")
+        run.writer.write_now(strip, f"the final best.pt of {run.run_dir}")
     except OSError as error:
         get_logger().warning(f"{best} still holds the state of the run besides its weights: {error}")
 
@@ -112,8 +112,8 @@ def strip_best(run: Run) -> None:
 def what_is_missing(run: Run) -> str:
     """Say what of a run's files is not on the disk, "" if all are; and in its description if nothing is left to do."""
     if run.writer.failed or run.writer.undone:
-        what = "the last checkpoint" if run.writer.failed else run.writer.undone
-        message = f"{what} of {run.run_dir} was not written; the warnings above say why"
+        what = f"the last checkpoint of {run.run_dir}" if run.writer.failed else run.writer.undone
+        message = f"{what} was not written; the warnings above say why"
         return "\n".join([message, *last_words(run)])
     say_finished(run.run_dir)
     missing = [*run.writer.left_out, *run.callbacks.not_written()]

@@ -3,6 +3,7 @@
 Shape letters: N images on this rank, C channels, G groups of values; whatever follows N and C is spatial.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from utils.dist.collectives import all_gather_rows, all_reduce_sum, small_sum
-from utils.dist.place import DistEnv
+from utils.dist.place import DistEnv, Meeting
 
 PART = 2**19  # values, about, that statistics are taken of at a time: so they stay in a processor's cache
 
@@ -207,6 +208,7 @@ def convert_sync_bn(model: nn.Module, env: DistEnv) -> nn.Module:
     if env.device.type == "cuda":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         return converted
+    env = dataclasses.replace(env, meeting=Meeting())  # layers are copied and pickled, which a meeting can't be
     if isinstance(model, _BatchNorm):
         return _synchronized(model, env)
     replacements = {module: _synchronized(module, env) for module in model.modules() if isinstance(module, _BatchNorm)}
