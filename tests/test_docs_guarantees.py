@@ -95,6 +95,8 @@ def test_flags() -> None:
             given_flags(TrainConfig, [flag])
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_table_of_networks() -> None:
     """A6: names, parameters and GFLOPs in the README; the parameters are recorded ones of YOLOv5."""
     rows = re.findall(r"^\| `(yolo\w+(?:-\w+)?)` \| \d+ \| ([\d.]+) \| ([\d.]+) \|", README, re.MULTILINE)

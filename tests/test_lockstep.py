@@ -166,6 +166,8 @@ def left_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.lowest
+@pytest.mark.slow
+@pytest.mark.gate
 def test_script_without_guard(data: Path, tmp_path: Path) -> None:
     """L5, L8: three runs in one process, one of which fails; what they leave behind is weights and nothing else."""
     (tmp_path / "fast.yaml").write_text("warmup_epochs: 0\n")

@@ -200,6 +200,8 @@ def test_nothing_is_run_from_tensors_and_other_entries(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_nothing_is_run_by_the_scripts(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     evil = torch_zip(tmp_path / "evil.pt", evil_pickles(marker)["eval_2"][0])
@@ -375,6 +377,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return limited(sorted(folder.glob("*.pt")))
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_memory_and_time_are_bounded(said: dict[str, str]) -> None:
     """Deep, cyclic and endless values, and claims of sizes that are not there."""
     assert not [name for name, (_, words) in LIMITS.items() if not any(one in said[name] for one in words.split("|"))]

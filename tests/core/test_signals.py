@@ -50,7 +50,9 @@ def interrupted(fork: int, code: str, *arguments: str, cwd: Path) -> subprocess.
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
-@pytest.mark.parametrize("fork", [1, 2], ids=["training loader", "first validation"])
+@pytest.mark.parametrize(
+    "fork", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["training loader", "first validation"]
+)
 def test_while_a_loader_starts(fork: int, tmp_path: Path) -> None:
     """The run ends, with the status of Ctrl-C; it does not go on as if nothing had happened.
 
@@ -67,7 +69,7 @@ def test_while_a_loader_starts(fork: int, tmp_path: Path) -> None:
     assert (tmp_path / "runs/run/RESUME").exists() is (fork == 2)
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_stopped_run_says_how_to_go_on(epochs: int, tmp_path: Path) -> None:
     """In the second epoch, when something is saved, and in the last validation, whose run is not at its end either.
 
@@ -105,7 +107,7 @@ def test_a_stopped_run_says_how_to_go_on(epochs: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
-@pytest.mark.parametrize("fork", [1, 2])
+@pytest.mark.parametrize("fork", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_while_the_scan_starts(fork: int, tmp_path: Path) -> None:
     done = interrupted(fork, SCAN, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped by Ctrl-C\n")
@@ -196,6 +198,7 @@ def test_while_torch_is_imported(tmp_path: Path) -> None:
     assert (process.returncode, said) == (-signal.SIGINT, "")
 
 
+@pytest.mark.slow
 def test_a_script_that_is_run_by_something_else(tmp_path: Path) -> None:
     """A notebook's %run, a debugger or a profiler keeps its process, and its Ctrl-C."""
     code = f"""

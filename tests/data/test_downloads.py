@@ -385,6 +385,8 @@ ASK += "from utils.data.downloads import fetch_weights; "
 ASK += "fetch_weights(Path('yolov5s.pt'))"
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_two_runs_fetch_once(site: tuple[Server, str], tmp_path: Path) -> None:
     server, address = site
     server.answers["/yolov5s.pt"] = servers.slowly(b"PK" + BODY, 2.0)

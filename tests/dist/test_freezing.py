@@ -23,7 +23,11 @@ SPEC = {
 
 
 @pytest.mark.parametrize(
-    "sync_bn", [pytest.param("--sync-bn", marks=(pytest.mark.slow, pytest.mark.gate)), "--no-sync-bn"]
+    "sync_bn",
+    [
+        pytest.param("--sync-bn", marks=(pytest.mark.slow, pytest.mark.gate)),
+        pytest.param("--no-sync-bn", marks=pytest.mark.slow),
+    ],
 )
 def test_frozen_layers_of_two_ranks(sync_bn: str, tmp_path: Path) -> None:
     """Ranks share statistics of BatchNorm, or average them; those of frozen layers stay (ultralytics/ultralytics#9391).

@@ -87,6 +87,8 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(project, dict(zip(cases, seen, strict=True)))
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_train_py_under_torchrun(data: Path, trained: Trained, tmp_path: Path) -> None:
     """L2, B1: the line as users type it, from a folder of their own (ultralytics/yolov5#2405)."""
     done = torchrun(
@@ -101,12 +103,16 @@ def test_train_py_under_torchrun(data: Path, trained: Trained, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["no_device", "a_list", "sync_bn"])
+@pytest.mark.slow
+@pytest.mark.gate
 def test_other_ways_to_say_the_same(trained: Trained, name: str) -> None:
     """L2, S2, R4: ranks take their device from the launcher (ultralytics/yolov5#2375); SyncBN is on by default."""
     assert [seen.error for seen in trained.seen[name]] == ["", ""]
     assert_same_run(trained.project / name, trained.project / "cpu")
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_own_weights(trained: Trained) -> None:
     """L2: without --cfg the network is the one that the weights are of; all ranks start from them."""
     main, other = trained.seen["own_weights"]
@@ -116,6 +122,8 @@ def test_own_weights(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("cpu", "SyncBatchNorm"), ("no_sync_bn", "BatchNorm2d")])
+@pytest.mark.slow
+@pytest.mark.gate
 def test_sync_bn_on_and_off(trained: Trained, name: str, kind: str) -> None:
     """S1 to S3: which layers are there, and the warning of small shares."""
     for seen in trained.seen[name]:
@@ -128,6 +136,8 @@ def test_sync_bn_on_and_off(trained: Trained, name: str, kind: str) -> None:
     assert same == (kind == "SyncBatchNorm")
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_each_rank_loads_its_share(trained: Trained) -> None:
     """B1: 4 images of a batch are 2 on each rank, and none on both (LibreYOLO/libreyolo#604)."""
     for seen in trained.seen.values():
@@ -137,12 +147,16 @@ def test_each_rank_loads_its_share(trained: Trained) -> None:
     assert len(shares[0] | shares[1]) == 12
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_automatic_batch(trained: Trained) -> None:
     """B4: rank 0 finds it, all have it; a multiple of the ranks."""
     assert [seen.measured for seen in trained.seen["automatic"]] == [1, 0]
     assert "batch       4 images = 2 x 2" in trained.seen["automatic"][0].said
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_backend_and_timeout(trained: Trained) -> None:
     """R3, R4: as torch itself reports them; three hours, or --dist-timeout (ultralytics/yolov5#4409)."""
     for name, timeout in (("cpu", 10_800.0), ("sync_bn", 77.0)):
@@ -164,6 +178,8 @@ def test_a_group_of_nccl() -> None:
     assert "waited in vain" not in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_the_interface_that_was_named(trained: Trained) -> None:
     """L3: GLOO_SOCKET_IFNAME wins, and stays; one that is not there is named. What we set ourselves is taken back."""
     for seen in trained.seen["no_such_interface"]:

@@ -32,7 +32,9 @@ UNEVEN = (0, 0, 0, 3, 0, 0, 0, 1)  # objects in images
 
 # Three and four ranks on two cores take a minute or more each.
 GATE = (pytest.mark.slow, pytest.mark.gate)
-several = pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
+several = pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=GATE), *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))]
+)
 both_precisions = pytest.mark.parametrize("precision", ["float64", "float32"])
 
 
@@ -211,7 +213,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 @pytest.mark.lowest
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=GATE), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=GATE), pytest.param(3, marks=GATE), pytest.param(4, marks=pytest.mark.slow)]
+)
 @both_precisions
 def test_gradient(lab: Lab, ranks: int, precision: str) -> None:
     """The gradient of a window is that of one process, also where a rank has no target.
@@ -232,7 +236,7 @@ def test_gradient(lab: Lab, ranks: int, precision: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "precision"),
     [
-        (2, "float64"),
+        pytest.param(2, "float64", marks=GATE),
         *(pytest.param(*which, marks=pytest.mark.slow) for which in [(3, "float64"), (4, "float64"), (2, "float32")]),
         *(pytest.param(*which, marks=pytest.mark.slow) for which in [(3, "float32"), (4, "float32")]),
     ],
@@ -292,6 +296,8 @@ def test_images_are_shared_out(lab: Lab, ranks: int) -> None:
 # Without SyncBN -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_without_sync_bn(lab: Lab) -> None:
     """Running statistics drift apart within an epoch and are averaged at its end (LibreYOLO/libreyolo#531)."""
     found = lab.run(2, "no_sync_bn")

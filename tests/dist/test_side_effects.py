@@ -70,6 +70,8 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Watched]:
         return list(pool.map(launch, datas))
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_two_runs_at_once_get_a_folder_each(two_runs: list[Watched]) -> None:
     """R1: each has exactly one, made by its rank 0."""
     assert [run.status for run in two_runs] == [0, 0], two_runs
@@ -83,6 +85,8 @@ def test_two_runs_at_once_get_a_folder_each(two_runs: list[Watched]) -> None:
     assert not {path for path in own[0] & own[1] if not path.endswith(("/run", "/run2"))}, "both wrote there"
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_only_rank_0_writes(two_runs: list[Watched]) -> None:
     """R1: run folder, checkpoints, figures; all ranks were watched."""
     for run in two_runs:
@@ -93,6 +97,8 @@ def test_only_rank_0_writes(two_runs: list[Watched]) -> None:
         assert any(event.kind == "os.mkdir" for event in written)
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_labels_are_read_once_on_a_machine(two_runs: list[Watched]) -> None:
     """I7 (ultralytics/yolov5#7481, ultralytics/ultralytics#1439): one scan for all ranks, none if there was one."""
     new, seen = two_runs
@@ -104,6 +110,8 @@ def test_labels_are_read_once_on_a_machine(two_runs: list[Watched]) -> None:
         assert written == ({0} if run is new else set()), "the machine's first rank keeps the index"
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_images_are_decoded_once_on_a_machine(two_runs: list[Watched]) -> None:
     """Over three epochs and four validations, by two ranks with two loader processes each.
 

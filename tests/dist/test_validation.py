@@ -74,7 +74,13 @@ def alone(golden: Path) -> dict[str, Part]:
         return {name: evaluate_here(case, env) for name, case in cases(golden).items()}
 
 
-@pytest.fixture(scope="module", params=[2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(2, marks=(pytest.mark.slow, pytest.mark.gate)),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4)),
+    ],
+)
 def ranks(
     request: pytest.FixtureRequest, golden: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Part]]:

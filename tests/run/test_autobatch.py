@@ -237,6 +237,7 @@ def test_mistakes_are_said_as_such(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would be measured")
+@pytest.mark.slow
 def test_measuring_that_fails(config: TrainConfig) -> None:
     """In a process of its own; where there is no GPU that says so."""
     with pytest.raises(
