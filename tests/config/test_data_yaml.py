@@ -142,6 +142,7 @@ def test_paths_are_what_is_written(tmp_path: Path) -> None:
             "columns says 6, kpt_shape means 11; leave one of them out",
         ),
         ("path: set", "converter: coca", "converter is coco or voc, not 'coca'; did you mean coco?"),
+        ("path: set", "path: set\nconverter: coco", "converter is for what download fetches, and there is no download"),
         ("path: set", "generator: shape", "generator is shapes, not 'shape'; did you mean shapes?"),
         ("images/train", "{a: b}", "train takes a folder, a .txt list, or a list of these, not {'a': 'b'}"),
         ("images/train", "[a, null]", "train takes a folder, a .txt list, or a list of these, not ['a', None]"),

@@ -194,6 +194,8 @@ def _check_data_keys(content: Mapping[Any, Any], problems: Problems) -> None:
         if content.get(key) not in (None, *known):
             hint = nearest(content[key], known)
             problems.add(f"{key} is {' or '.join(known)}, not {shown(content[key])}{hint}")
+    if content.get("converter") in CONVERTERS and not content.get("download"):
+        problems.add("converter is for what download fetches, and there is no download: nothing would be converted")
     if not isinstance(content.get("path"), str | None):
         problems.add(f"path takes a text, not {yaml_word(content['path'])}")
 

@@ -31,7 +31,7 @@ from utils.data.scan import CORRUPT, LEFT_OUT, Files, Part, Rules, scan, shared_
 from utils.dist.collectives import once_per_machine
 from utils.dist.place import ALONE, DistEnv
 
-RULES_VERSION = 8  # raise it whenever a rule, the row format or the file format changes: older cache files are rebuilt
+RULES_VERSION = 8  # raise it when a rule, its wording or a format changes: older cache files are rebuilt
 LISTED = 20  # problems in an error message
 
 
