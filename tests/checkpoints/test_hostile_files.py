@@ -384,6 +384,8 @@ def test_memory_and_time_are_bounded(said: dict[str, str]) -> None:
     assert not [name for name, (_, words) in LIMITS.items() if not any(one in said[name] for one in words.split("|"))]
 
 
+@pytest.mark.slow
+@pytest.mark.gate
 def test_networks_are_no_larger_than_their_weights(said: dict[str, str]) -> None:
     """The YAML in a file may ask for anything."""
     harmless = {"anchors", "anchor_counts"}  # those of the weights are taken

@@ -207,7 +207,9 @@ def going_on(folder: Path) -> str:
     return f"go on with: python {PROJECT / 'train.py'} --resume {folder / 'runs/run'}"
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=(pytest.mark.slow, pytest.mark.gate))]
+)
 def test_a_worker_raises(data: Path, tmp_path: Path, rank: int) -> None:
     """L13: its traceback, its rank and how to go on are the last to be read, and nothing else is said of it."""
     ended = sabotaged(data, tmp_path, f"{rank} raise")

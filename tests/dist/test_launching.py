@@ -252,6 +252,7 @@ def test_list_of_devices_and_ranks_differ(data: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_batch_that_cannot_be_shared(tmp_path: Path) -> None:
     """B2: before any data is read."""
     data = make_data(tmp_path / "data", count=4)
