@@ -8,6 +8,8 @@ python -m torch.distributed.run --nproc_per_node 2 train.py ...           the sa
 ... run --nnodes 2 --node_rank R --master_addr HOST --master_port P --nproc_per_node G train.py ...    two machines
 """
 
+# Told in two stages: mistakes in what was typed are found before torch is imported, which takes seconds. The run begins
+# with `main`.
 import sys
 
 from own_packages import check_packages
@@ -84,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     device, each = settings.places(given, config, env)
     if config and each:
         more = settings.for_workers(given, config, resumed, each)
-        resumed = None  # workers read their own
+        resumed = None  # let its memory go: workers read it again
         command = [folder.script("train.py"), *command_line.without_flags(TrainConfig, argv, ("device", "batch_size"))]
         command += ["--device", device, "--batch-size", str(more["batch_size"])]
         return launch.say(launch.launch(command, each, max_restarts=config.max_restarts, going_on=folder.going_on))
@@ -106,6 +108,9 @@ def train(
 ) -> Results:
     """Run one training from start to end, as one of the ranks, maybe the only one. Collective: every rank must call it.
 
+    1 to 4, callbacks and seeds, inputs, the run, joining the ranks' networks: `set_up`. 5, an epoch's batches:
+    `train_epoch`. 6, its end: `end_epoch`. 7, the end of the run: `finish`.
+
     Args:
         given: flags that were typed.
         config: of `settings.settings`.
@@ -124,7 +129,7 @@ def train(
         if resumed is not None and resumed["run_dir"]:
             own = Path(resumed["run_dir"])
             once(lambda: folder.claim(own), env)  # before anything that takes long
-            whole.enter_context(stopping.interruptible(own, env))
+            whole.enter_context(stopping.interruptible(own, env))  # known by now: Ctrl-C can name it
         run = set_up(config, env, resumed, callbacks)
         with stopping.interruptible(run.run_dir, env), run.callbacks, contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.closing(run.writer))
@@ -135,7 +140,6 @@ def train(
             run.plots.add_labels(run.train_index)
             run.callbacks.train_start(events.train_start(run, resumed is not None))
 
-            # 5. loop --------------------------------------------------------------------------------------------------
             clock = RunClock(config.epochs, run.batches_done / run.schedule.batches_per_epoch)
             pace = stalls.Pace(env, run.waited, header.remedies(run), filling=config.cache != "off")
             left = run.schedule.batches_per_epoch - run.state.batch
@@ -223,6 +227,8 @@ def train_epoch(
 ) -> list[float]:
     """Train on the batches of one epoch that are still to do. Collective: every rank must call it.
 
+    A window is the micro-batches between two optimizer steps; gradients add up over it.
+
     Args:
         run: where it is.
         batches: of the training split, from where the run is.
@@ -243,15 +249,17 @@ def train_epoch(
             state.since_step += 1
             step_now = schedule.step_now(i, state.since_step)
 
+            # The loss is sums / counts. Counts are added up over all ranks while the network runs, and what each rank
+            # votes for (to stop, to save) rides along.
             images = loading.network_input(run, batch)
             matches = criterion.match(batch.targets, len(images), *images.shape[2:])
-            own = torch.cat((criterion.counts(matches).flatten(), stopping.votes(run)))
-            totals = start_all_reduce_sum(devices.to_device(own, device), run.env)  # while the network runs
+            counts_and_votes = torch.cat((criterion.counts(matches).flatten(), stopping.votes(run)))
+            wait_for_totals = start_all_reduce_sum(devices.to_device(counts_and_votes, device), run.env)
             with data_parallel.accumulating(run.model, step_now):
                 with run.precision.autocast(device.type):
                     outputs = run.model(images)
                 sums = criterion.sums(outputs, [level.to(device) for level in matches])
-                counts, voted = totals().split((sums.numel(), stopping.VOTES))
+                counts, voted = wait_for_totals().split((sums.numel(), stopping.VOTES))
                 losses = criterion.items(sums, counts.view_as(sums))
                 beat(Phase.BACKWARD)
                 # Times N because DDP averages over ranks: the gradient is then that of the global batch, whatever N.
@@ -297,7 +305,7 @@ def between_windows(run: Run, voted: torch.Tensor, i: int) -> None:
         run.notes.say_spikes()
         stopping.leave(run)
     every = run.config.save_steps
-    # A wish that was on its way while the one before it was granted is no wish for another.
+    # On a GPU votes are counted a window late: one to save right after a save is that same vote.
     run.just_saved = (save and not run.just_saved) or (every > 0 and run.state.step % every == 0)
     if run.just_saved:
         saving.save_in_epoch(run)
@@ -314,6 +322,7 @@ def end_epoch(run: Run, losses: list[float], val_batches: ValLoader, clock: RunC
     if not run.sync_bn:
         sync_bn.average_statistics(run.raw_model, run.env)
         sync_bn.average_statistics(run.ema.module, run.env)
+    # What follows is decided by rank 0, which alone has the figures; the verdict is everyone's when it is broadcast.
     due = last or (not config.noval and (state.epoch + 1) % config.val_period == 0)
     evaluation = validate(run, val_batches) if due else None
     better = evaluation is not None and judge(run, evaluation)
@@ -343,12 +352,12 @@ def validate(run: Run, batches: ValLoader, *, save: bool = True) -> Evaluation |
     """Evaluate rank 0's averaged weights on all ranks. Collective: every rank must call it.
 
     Args:
-        run: at the end of an epoch; it is left if it was asked to stop meanwhile.
+        run: at the end of an epoch; it is saved and left here if it was asked to stop meanwhile.
         batches: of the validation split.
         save: False if the last checkpoint is as good, then.
 
     Returns:
-        None off rank 0.
+        None on all ranks but 0.
     """
     run.ema.broadcast(run.env)
     evaluation = val.evaluate(

@@ -1,4 +1,4 @@
-"""Which image goes to which rank at which step.
+"""Which image goes to which rank at which step, and at which size a batch is made (--rect, --multi-scale).
 
 A pure function of (seed, epoch, position in the epoch). Ranks, workers, prefetching, caches and restarts do not enter:
 the sampler says everything about a sample in a ``SampleRequest``, and the random numbers of a sample come from a

@@ -1,4 +1,7 @@
-"""How a run ends before its time: asked to, by all ranks at the same step, or because it gets nowhere."""
+"""How a run is left in its middle: asked to, by all ranks at the same step, or because it gets nowhere.
+
+Stopping early for --patience is decided at the end of an epoch, in train.py.
+"""
 
 import contextlib
 import time
