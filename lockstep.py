@@ -173,7 +173,8 @@ class YOLO:
         check_callbacks(callbacks)
         given = given_keywords(TrainConfig, flags)
         with job_folder() as folder, variables_kept(), choices_kept():
-            if given.get("resume") is True and self._weights_file:
+            weights = Path(self._weights_file)
+            if given.get("resume") is True and (weights.parent.name == "weights" or weights.name == "last.pt"):
                 given["resume"] = self._weights_file  # the run of these weights, not the newest one
             if not given.get("resume"):
                 given = {**self._start(folder, given), **given}

@@ -284,3 +284,9 @@ def test_damaged_archives_are_mistakes_not_crashes(seed: int, changes: list[tupl
         except UserError:
             assert os.listdir(folder) == ["x"]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KB
+
+
+def test_more_names_than_memory_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty files have no ratio: a small tar.gz may hold millions of them."""
+    monkeypatch.setattr(archives, "MOST_ENTRIES", 3)
+    refused(gzipped(tar_of({f"set/{i}": b"" for i in range(4)})), tmp_path, "more than 3 files")

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import errno
 import itertools
 import os
 import sys
@@ -279,7 +280,8 @@ def say_on_stderr(*lines: str) -> None:
 def note_output(error: OSError | ValueError) -> bool:
     """Note that stdout did not take something, and return whether this is new; see `check_output`."""
     known = _Output.trouble
-    if not known and not isinstance(error, BrokenPipeError | ValueError):  # ValueError: closed by the caller
+    # The reader is gone, the caller closed it (ValueError), or its terminal is no more (EIO).
+    if not known and not isinstance(error, BrokenPipeError | ValueError) and error.errno != errno.EIO:
         _Output.trouble = error.strerror or str(error)
     return _Output.trouble != known
 

@@ -29,6 +29,8 @@ SPARE = 64 << 20  # bytes of a disk that are left free
 # files about tenfold; zeros shrink a thousandfold.
 RATIO, SMALL = 200, 16 << 20
 
+MOST_ENTRIES = 1_000_000  # names alone take memory, also of empty files
+
 
 class Entry(NamedTuple):
     """A file or folder of an archive.
@@ -93,6 +95,8 @@ def _checked(entries: Iterable[Entry], most: int) -> list[Entry]:
         if not entry.name or odd or re.match(r"/|[A-Za-z]:", entry.name) or ".." in entry.name.split("/"):
             raise _RefusedError(f"the path {_shown(entry.name)} leads out of its folder or is none")
         checked.append(entry)
+        if len(checked) > MOST_ENTRIES:
+            raise _RefusedError(f"it holds more than {MOST_ENTRIES:,} files")
         total += entry.size
         if total > most:
             raise _RefusedError(f"it would become more than {most} bytes, {RATIO} times its own")

@@ -281,7 +281,7 @@ def _refuse_dangling(folder: str) -> None:
     if os.path.isdir(folder):
         return
     for place in (Path(folder), *Path(folder).parents):
-        if place.is_symlink() and not place.exists():
+        if os.path.islink(place) and not os.path.exists(place):  # pathlib's raise where a folder can't be searched
             raise UserError(f"the folder of labels {place} is a link to {os.readlink(place)}, which is not there")
 
 

@@ -124,7 +124,8 @@ def of_all_ranks(
         Stopped: the run was asked to stop before its launcher started it again.
     """
     if config is None and not given.get("resume"):
-        config = once(lambda: _settled(given, env), env)
+        data = once(lambda: with_data(given, env)["data"], env)
+        config = build_train_config({**given, "data": data})  # other flags are each rank's own, to be compared later
     life, own = this_life(), None
     if life.restarts:
         project = given.get("project", TrainConfig.project)
