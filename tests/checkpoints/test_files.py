@@ -627,3 +627,17 @@ def test_copies_of_a_state() -> None:
         assert not one.requires_grad
         assert one.untyped_storage().nbytes() == original.nbytes
     assert copied["b"][1][1] == 1.5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at what a process has open")
+def test_a_checkpoint_is_closed_before_it_gets_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows lets no name of an open file be replaced: best.pt would never be written there."""
+    named: list[Path] = []
+
+    def none_open(_: Path, target: Path) -> None:
+        named.append(target)
+        assert not [link for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link).endswith(".tmp")]
+
+    monkeypatch.setattr("utils.checkpoints.files._place", none_open)
+    save_checkpoint({"epoch": 1}, tmp_path / "last.pt", [tmp_path / "best.pt"])
+    assert named == [tmp_path / "best.pt"]

@@ -290,7 +290,7 @@ def write_checkpoint(
 
 
 def _write_synced(content: dict[str, Any], file: IO[bytes]) -> None:
-    """Write a file and wait until the disk has it, before it gets its names.
+    """Write a file, wait until the disk has it and close it, before it gets its names.
 
     Raises:
         OSError: it could not be written; the message has the space needed and the space there is.
@@ -299,6 +299,7 @@ def _write_synced(content: dict[str, Any], file: IO[bytes]) -> None:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
+        file.close()  # Windows lets no name of an open file be replaced
     except (OSError, RuntimeError) as error:  # torch's writer hides the system's error behind one of its own
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):

@@ -24,6 +24,8 @@ def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
 
     Its name is unique, so several processes and machines may do this at once, and the last one wins.
 
+    A block that closes the file has to have synced it.
+
     Args:
         path: in a folder that is there.
         durable: wait until the disk has it, so that it outlasts a power cut. To no purpose for what can be made again
@@ -37,10 +39,11 @@ def replacing(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
     try:
         _remove_forgotten(path, os.fstat(file.fileno()).st_mtime)
         yield file
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
-        file.close()
+        if not file.closed:
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+            file.close()
         os.replace(beside, path)
     finally:
         with contextlib.suppress(OSError):  # what a full disk did not take can't be written now either
